@@ -132,3 +132,18 @@ def test_a_token_without_embedding_is_refused_only_where_a_text_uses_it():
     message = rf"row 1: the prompt has the token {VOCABULARY}, '<image>', .*vocab_size = "
     with pytest.raises(InputError, match=message):
         prompts.encode([{"prompt": "1+1="}, {"prompt": "1<image>"}], chat)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"}]
+)
+def test_a_tokenizer_without_its_vocabulary_is_refused(tmp_path, fields):
+    """transformers builds it of special tokens alone, with ids that are not the model's."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    if fields:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    with pytest.raises(InputError, match=r"Qwen2Tokenizer has no vocabulary: .*tokenizer\.json"):
+        folders.read_tokenizer(tmp_path)
+    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    assert folders.read_tokenizer(tmp_path)("abb")["input_ids"] == [2, 1]

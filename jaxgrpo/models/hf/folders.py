@@ -117,9 +117,15 @@ def read_tokenizer(path: str | os.PathLike[str]) -> Any:
     with refusing(problem):  # transformers, tokenizers and json raise many kinds
         try:
             _try_normalizer(folder / "tokenizer.json")
-            return limits.left_after(SECONDS, read)
+            tokenizer = limits.left_after(SECONDS, read)
         except (limits.TimedOut, subprocess.TimeoutExpired):
             raise TimeoutError(f"it takes more than {SECONDS:g} s") from None
+    if not texts.has_vocabulary(folder, getattr(tokenizer, "vocab_files_names", {})):
+        raise InputError(
+            f"{folder}: its {type(tokenizer).__name__} has no vocabulary: complete the copy, or "
+            f"put tokenizer.json, as tokenizer.save_pretrained writes it, {IN_A_COPY}"
+        )
+    return tokenizer
 
 
 def _try_normalizer(file: Path) -> None:

@@ -39,6 +39,9 @@ PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_prepro
 TEXTS = (CONFIG, GENERATION, *TOKENIZER_FILES, *CHAT_TEMPLATES, *PROCESSORS)
 """The files of a model folder beside its weights, that act on a run."""
 
+VOCABULARIES = ("tokenizer.json", "tokenizer.*.json", "tekken.json", "*.model*", "*.tiktoken")
+"""Patterns of files that any tokenizer's vocabulary is read from."""
+
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -46,6 +49,19 @@ def text_files(folder: Path) -> list[Path]:
     """Those of TEXTS that a folder holds, and its named chat templates."""
     templates = sorted((folder / replacing.TEMPLATES).glob("*.jinja"))
     return [*(file for name in TEXTS if (file := folder / name).is_file()), *templates]
+
+
+def has_vocabulary(folder: Path, names: Mapping[str, str]) -> bool:
+    """Whether a folder has a file that its tokenizer reads a vocabulary from, if it reads any.
+
+    Without one transformers 5 builds the tokenizer all the same, with special tokens alone.
+
+    Args:
+      names: `vocab_files_names` of the tokenizer's class.
+    """
+    files = [name for role, name in names.items() if role != "merges_file"]
+    patterns = (*files, *VOCABULARIES)
+    return not files or any(any(folder.glob(pattern)) for pattern in patterns)
 
 
 def end_fields(tokens: Sequence[int]) -> dict[str, Any]:
