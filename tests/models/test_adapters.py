@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
 from jaxgrpo.models import decoder, lora
 from jaxgrpo.models.api import LINEAR, LoraConfig, Model
-from jaxgrpo.models.hf import adapters
+from jaxgrpo.models.hf import adapters, folders
 from jaxgrpo.models.hf.families import FAMILIES
 
 CLOSE = 2e-4  # of logits, which are of order 1
@@ -221,6 +222,33 @@ def test_a_part_of_a_fused_tensor_has_no_adapter_of_its_own(tmp_path, fused, tar
         adapters.save(model, adapter, tmp_path / "adapter")
     if "up" not in targets:
         assert "lora_a" in adapter["blocks"]["0"]["attention"]["query"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["llama"], indirect=True)
+def test_an_adapter_in_the_folder_of_its_base_is_read_with_it_or_refused(case, tmp_path):
+    """transformers adds it to the model, where PEFT is installed."""
+    from transformers import AutoModelForCausalLM
+
+    folder = shutil.copytree(case.folder / "base", tmp_path / "both")
+    for file in adapters.adapter_files(case.folder / "adapter"):
+        shutil.copyfile(file, folder / file.name)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    expected = checkpoints.transformers_logits(theirs, *BATCH)
+    np.testing.assert_allclose(expected[REAL], case.expected[REAL], atol=1e-5, rtol=0)
+    with pytest.raises(InputError, match=r"holds an adapter beside the model .*lora\.path"):
+        jaxgrpo.load_model(folder)
+    with pytest.raises(InputError, match="holds an adapter beside the model"):
+        jaxgrpo.load_model(folder, adapter=case.folder / "adapter")
+    model, params = jaxgrpo.load_model(folder, adapter=folder)
+    logits = np.asarray(jaxgrpo.logits(model, params, *BATCH))
+    np.testing.assert_allclose(logits[REAL], expected[REAL], atol=CLOSE, rtol=0)
+
+
+def test_an_adapter_is_no_model(tmp_path):
+    adapter = written(tmp_path / "adapter")
+    with pytest.raises(InputError, match=r"this is an adapter: name it by lora\.path"):
+        folders.read_config(adapter)
 
 
 @pytest.mark.full

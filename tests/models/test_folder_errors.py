@@ -213,6 +213,17 @@ def test_pickles_damaged_files_and_missing_shards_are_refused(copy):
         read_params(folder, model)
 
 
+def test_an_adapter_beside_the_model_is_refused_unless_it_is_read_with_it(copy):
+    folder = copy()
+    (folder / "adapter_config.json").write_text("{}")
+    model = build(read_config(folder))
+    with pytest.raises(InputError, match=r"holds an adapter beside the model \(adapter_config"):
+        read_params(folder, model)
+    with pytest.raises(InputError, match="holds an adapter beside the model"):
+        read_params(folder, model, adapter=folder.parent)
+    read_params(folder, model, adapter=folder)
+
+
 def test_a_path_that_is_no_folder_says_what_it_was_taken_for(tmp_path):
     with pytest.raises(InputError, match="is no folder: give one that holds a Hugging Face model"):
         read_config(tmp_path / "absent")
