@@ -245,10 +245,16 @@ def test_an_adapter_in_the_folder_of_its_base_is_read_with_it_or_refused(case, t
     np.testing.assert_allclose(logits[REAL], expected[REAL], atol=CLOSE, rtol=0)
 
 
-def test_an_adapter_is_no_model(tmp_path):
+def test_an_adapter_is_no_model_and_is_not_read_from_a_pickle(tmp_path):
     adapter = written(tmp_path / "adapter")
     with pytest.raises(InputError, match=r"this is an adapter: name it by lora\.path"):
         folders.read_config(adapter)
+    (adapter / "adapter_model.bin").write_bytes(b"x")
+    with pytest.raises(InputError, match=r"only as adapter_model\.bin, a pickle, .*safetensors"):
+        adapters.read_config(adapter, tiny.UNIFORM)
+    (adapter / adapters.WEIGHTS).write_bytes(b"x")
+    with pytest.raises(InputError, match="no readable safetensors file"):
+        adapters.read_config(adapter, tiny.UNIFORM)
 
 
 @pytest.mark.full
