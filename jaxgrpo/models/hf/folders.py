@@ -100,6 +100,8 @@ def read_config(
 def read_tokenizer(path: str | os.PathLike[str]) -> Any:
     """The tokenizer of a model folder, by transformers, from the folder's files alone.
 
+    Without a chat template it gets that of the folder's processor, if there is one.
+
     Raises: InputError if the folder holds none that can be read.
     """
     from transformers import AutoTokenizer
@@ -127,6 +129,8 @@ def read_tokenizer(path: str | os.PathLike[str]) -> Any:
             f"{folder}: its {type(tokenizer).__name__} has no vocabulary: complete the copy, or "
             f"put tokenizer.json, as tokenizer.save_pretrained writes it, {IN_A_COPY}"
         )
+    if not getattr(tokenizer, "chat_template", None):
+        tokenizer.chat_template = texts.processor_template(folder)
     return tokenizer
 
 

@@ -35,6 +35,8 @@ TOKENIZER_FILES = (
     "tekken.json",
 )
 CHAT_TEMPLATES = (TEMPLATE, "chat_template.json")
+PROCESSOR_TEMPLATES = ("processor_config.json", "chat_template.json")
+"""Where processors had their chat template in older releases of transformers; the first counts."""
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 TEXTS = (CONFIG, GENERATION, *TOKENIZER_FILES, *CHAT_TEMPLATES, *PROCESSORS)
 """The files of a model folder beside its weights, that act on a run."""
@@ -49,6 +51,15 @@ def text_files(folder: Path) -> list[Path]:
     """Those of TEXTS that a folder holds, and its named chat templates."""
     templates = sorted((folder / replacing.TEMPLATES).glob("*.jinja"))
     return [*(file for name in TEXTS if (file := folder / name).is_file()), *templates]
+
+
+def processor_template(folder: Path) -> str | None:
+    """The chat template that a folder has for its processor, in PROCESSOR_TEMPLATES.
+
+    transformers gives it to the processor of images and text, and not to the tokenizer.
+    """
+    templates = (_read(folder / name).get("chat_template") for name in PROCESSOR_TEMPLATES)
+    return next((text for text in templates if isinstance(text, str)), None)
 
 
 def has_vocabulary(folder: Path, names: Mapping[str, str]) -> bool:
@@ -168,15 +179,20 @@ def _write_for_older_readers(file: Path, tokenizer: Any) -> None:
 
 
 def _write_template(folder: Path, template: str) -> None:
-    """Writes a chat template where the folder has its own; into TEMPLATE if it has none."""
+    """Writes a chat template where the folder has its own; into TEMPLATE if it has none that
+    tokenizers read."""
     file, fields = folder / TEMPLATE, _read(folder / TOKENIZER)
     stored = fields.get("chat_template")
     has_names = isinstance(stored, list)  # [{"name": "default", "template": ...}, ...]
     texts = (
         {entry["name"]: entry["template"] for entry in stored} if has_names else {"default": stored}
     )
-    if template == (file.read_text("utf-8") if file.exists() else texts.get("default")):
+    first = file.read_text("utf-8") if file.exists() else texts.get("default")
+    if template == (first or processor_template(folder)):
         return
+    for name in PROCESSOR_TEMPLATES:
+        if isinstance((content := _read(folder / name)).get("chat_template"), str):
+            _write(folder / name, {**content, "chat_template": template})
     if file.exists() or stored is None:
         file.write_text(template, "utf-8")
     if stored is not None:
