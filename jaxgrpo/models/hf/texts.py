@@ -44,6 +44,16 @@ TEXTS = (CONFIG, GENERATION, *TOKENIZER_FILES, *CHAT_TEMPLATES, *PROCESSORS)
 VOCABULARIES = ("tokenizer.json", "tokenizer.*.json", "tekken.json", "*.model*", "*.tiktoken")
 """Patterns of files that any tokenizer's vocabulary is read from."""
 
+RULES = ("normalizer", "pre_tokenizer", "decoder")
+"""The parts of a tokenizer that classes of transformers have their own of."""
+PROBES = (
+    "it's  12345\n\n 678",
+    "e\u0301 \u00c5\ufb01",
+    "a_b(c)==\t\n  d1",
+    "\u65e5\u672c\u8a9e \ud55c\uad6d\uc5b4",
+)
+"""Texts that common rules divide in different ways."""
+
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -73,6 +83,51 @@ def has_vocabulary(folder: Path, names: Mapping[str, str]) -> bool:
     files = [name for role, name in names.items() if role != "merges_file"]
     patterns = (*files, *VOCABULARIES)
     return not files or any(any(folder.glob(pattern)) for pattern in patterns)
+
+
+def tokenizer_line(folder: Path, tokenizer: Any) -> str:
+    """Says that a tokenizer has other tokens than the tokenizer.json that it was read from; empty
+    where it has not, or there is no such file.
+
+    Some classes of transformers 5 take only tokens, merges and what is put around a text from it,
+    and divide texts by rules of their own.
+    """
+    backend, file = getattr(tokenizer, "backend_tokenizer", None), folder / "tokenizer.json"
+    if backend is None or not file.is_file() or not _has_other_rules(backend, file):
+        return ""
+    from tokenizers import Tokenizer
+
+    full = Tokenizer.from_file(str(file))
+    full.no_truncation()
+    full.no_padding()
+    special_tokens = {token.content for token in full.get_added_tokens_decoder().values()}
+    end = getattr(tokenizer, "eos_token", None)  # what follows it may begin as a text does
+    for text in (*PROBES, *([f"a{end}b"] if end in special_tokens else [])):
+        ids = full.encode(text, add_special_tokens=False).ids
+        if tokenizer(text, add_special_tokens=False)["input_ids"] != ids:
+            return (
+                f"the tokens of {text!r} are not those of tokenizer.json: transformers divides "
+                f"texts by rules of {type(tokenizer).__name__}; those of the file are taken with "
+                f'"tokenizer_class": "PreTrainedTokenizerFast" in {TOKENIZER}, {weights.IN_A_COPY}'
+            )
+    return ""
+
+
+def _has_other_rules(backend: Any, file: Path) -> bool:
+    """Whether the rules of a tokenizer are written otherwise than those of a file."""
+    from tokenizers import Tokenizer
+
+    fields = json.loads(file.read_text("utf-8"))  # names may stand twice in a vocabulary
+    model = fields.get("model") or {}
+    if model.get("type") != "BPE":  # others cannot be without their vocabulary
+        return False
+    empty = {"model": {**model, "vocab": {}, "merges": []}, "added_tokens": []}
+    written = Tokenizer.from_str(json.dumps({**fields, **empty}))
+
+    def state(part: Any) -> Any:
+        return None if part is None else part.__getstate__()
+
+    return any(state(getattr(backend, name)) != state(getattr(written, name)) for name in RULES)
 
 
 def end_fields(tokens: Sequence[int]) -> dict[str, Any]:
