@@ -146,6 +146,14 @@ def test_without_their_number_there_are_as_many_kv_heads_as_heads(family, tmp_pa
     assert outcome("", fields, tmp_path, {}) == "equal"
 
 
+@pytest.mark.parametrize("kind", ["yarn", "linear", "dynamic", "llama3"])
+def test_phi3_has_the_two_types_of_positions_that_transformers_allows_it(kind):
+    scaling = {"rope_parameters": None, "rope_scaling": {**YARN, "rope_type": kind}}
+    fields = checkpoints.config_fields("phi3") | scaling
+    with pytest.raises(InputError, match=f"'{kind}' is not built; known are default, longrope"):
+        model_config(fields, "config.json")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("changes", [{"linear_key_head_dim": 4}, {"linear_value_head_dim": 32}])
 def test_filters_that_transformers_has_cut_into_equal_parts_are_read_as_they_were_meant(
