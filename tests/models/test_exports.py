@@ -148,6 +148,10 @@ def test_the_dtype_stands_where_the_base_has_it(tmp_path, names):
         ),
         ({"chat_template.json": {"chat_template": "x"}}, {"chat_template.json"}),
         (
+            {"tokenizer_config.json": TOKENIZER, "additional_chat_templates/rag.jinja": "x"},
+            {"tokenizer_config.json"},
+        ),
+        (
             {"tokenizer_config.json": TOKENIZER, "chat_template.json": {"chat_template": "x"}},
             {"tokenizer_config.json", "chat_template.json"},
         ),

@@ -242,13 +242,16 @@ def _write_template(folder: Path, template: str) -> None:
     texts = (
         {entry["name"]: entry["template"] for entry in stored} if has_names else {"default": stored}
     )
-    first = file.read_text("utf-8") if file.exists() else texts.get("default")
+    # Named templates in files of their own go before those of tokenizer_config.json.
+    has_files = file.exists() or any((folder / replacing.TEMPLATES).glob("*.jinja"))
+    first = None if has_files else texts.get("default")
+    first = file.read_text("utf-8") if file.exists() else first
     if template == (first or processor_template(folder)):
         return
     for name in PROCESSOR_TEMPLATES:
         if isinstance((content := _read(folder / name)).get("chat_template"), str):
             _write(folder / name, {**content, "chat_template": template})
-    if file.exists() or stored is None:
+    if has_files or stored is None:
         file.write_text(template, "utf-8")
     if stored is not None:
         texts["default"] = template
