@@ -32,7 +32,7 @@ from jaxgrpo.models.api import (
     Rope,
 )
 from jaxgrpo.models.cache import cache_dtype
-from jaxgrpo.models.hf import families, folders, rope, wrapped
+from jaxgrpo.models.hf import families, folders, rope, texts, wrapped
 from jaxgrpo.models.hf.weights import has_weights
 from jaxgrpo.training import memory, parameters
 from jaxgrpo.training.pretrained import find_config
@@ -137,6 +137,8 @@ def lines(model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         "tokenizer",
         f"{tokenizer}, {'a' if template else 'no'} chat template" if tokenizer else "none",
     )
+    if model["tokenizer_rules"]:
+        yield "  rules", model["tokenizer_rules"]
     yield (
         "end tokens",
         ", ".join(f"{token} {text}".strip() for token, text in ends.items()) or "none",
@@ -277,6 +279,7 @@ def _texts(folder: Path, config: ModelConfig) -> dict[str, Any]:
     uses = ("logits", "log-probs", "sampling", "training", "adapters (LoRA)", "export")
     return {
         "tokenizer": None if tokenizer is None else type(tokenizer).__name__,
+        "tokenizer_rules": texts.tokenizer_line(folder, tokenizer),
         "chat_template": bool(getattr(tokenizer, "chat_template", None)),
         "end_tokens": dict(zip(ends, words, strict=True)),
         "without_text": sum(end - begin for begin, end in silent),

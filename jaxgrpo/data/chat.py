@@ -38,6 +38,9 @@ OURS = {
 """Variables of chat templates that no option sets -> what does."""
 
 
+TOOL_TEMPLATE = "tool_use"
+"""The name of the template that transformers takes where there are tools, if a tokenizer has it."""
+
 CLOCK = "strftime_now"
 """The function by which chat templates write the date or the time."""
 
@@ -66,6 +69,12 @@ class Chat(NamedTuple):
     time: str | None = None  # in ISO 8601, for CLOCK; None: the template does not read it
     tools: tuple[dict[str, Any], ...] = ()  # schemas that every rendering is given
     environments: Mapping[str, tuple[dict[str, Any], ...]] = {}  # those by a row's environment
+    tool_template: str | None = None  # where there are tools; None: the same template
+
+    @property
+    def written_template(self) -> str | None:
+        """The template that renders: of several, as transformers takes them, that for tools."""
+        return (self.tool_template if self.tools else None) or self.template
 
     def for_row(self, row: Mapping[str, Any]) -> Chat:
         """How its prompt is written out, with the tools of its environment."""
@@ -155,9 +164,11 @@ def make_chat(
                 f"{key} is given, but there is no chat template ({name}): name a Jinja file by "
                 "data.chat_template, or write the text into data.prompt"
             )
-    chat = Chat(tokenizer, template, name, system, dict(options))
+    named = getattr(tokenizer, "chat_template", None) if choice == "auto" else None
+    tool_template = named.get(TOOL_TEMPLATE) if isinstance(named, Mapping) else None
+    chat = Chat(tokenizer, template, name, system, dict(options), tool_template=tool_template)
     check_options(chat, options, "data.chat_template_kwargs")
-    return chat._replace(time=time) if CLOCK in _names_in(template or "", name) else chat
+    return chat._replace(time=time) if CLOCK in _names_read(chat) else chat
 
 
 def check_options(chat: Chat, options: Iterable[str], where: str) -> None:
@@ -167,7 +178,7 @@ def check_options(chat: Chat, options: Iterable[str], where: str) -> None:
     Args:
       where: they are given.
     """
-    names = _names_in(chat.template or "", chat.name)
+    names = _names_read(chat)
     for option in options:
         if option in OURS:
             raise InputError(f"{where}.{option}: {OURS[option]}; leave it out")
@@ -301,7 +312,7 @@ def render(
         chat.tokenizer.apply_chat_template,
         list(messages),
         tools=[*chat.tools] or None,  # Llama's template writes of tools where they are []
-        chat_template=chat.template,
+        chat_template=chat.written_template,
         tokenize=False,
         add_generation_prompt=not is_begun if is_opened is None else is_opened,
         continue_final_message=is_begun,
@@ -389,12 +400,13 @@ def _message_words(chat: Chat, place: int) -> str:
     return "data.system" if is_ours else f"message {place - (chat.system is not None)}"
 
 
-def _names_in(template: str, name: str) -> set[str]:
-    """The words of a template that are no text: what it may read."""
+def _names_read(chat: Chat) -> set[str]:
+    """The words of its templates that are no text: what they may read."""
     import jinja2
 
-    with refusing(lambda error: _failure(name, error), jinja2.TemplateError):
-        return {word for _, kind, word in jinja2.Environment().lex(template) if kind == "name"}
+    text = "\n".join(filter(None, (chat.template, chat.tool_template)))
+    with refusing(lambda error: _failure(chat.name, error), jinja2.TemplateError):
+        return {word for _, kind, word in jinja2.Environment().lex(text) if kind == "name"}
 
 
 def _failure(name: str, error: Exception) -> str:

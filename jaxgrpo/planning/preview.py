@@ -21,7 +21,7 @@ from jaxgrpo.data import chat, storage
 from jaxgrpo.data.sources import Mixture
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import sharding
-from jaxgrpo.models.hf import families
+from jaxgrpo.models.hf import families, texts
 from jaxgrpo.planning import programs, topologies
 from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.answers import Answers
@@ -79,7 +79,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
             "too long": inputs.dropped_line(prompts, config.rollout.max_prompt_tokens),
             **_mixture(prompts.mixture) | _evaluation(run) | _answers(run.collector.source.answers),
             "rewards": ", ".join(f"{r.name} x {r.weight:g}" for r in run.rewards),
-            "chat template": f"{run.inputs.chat.name}{_time(run.inputs)}",
+            **_texts(run.inputs),
             "first prompt": _first_prompt(run),
         },
     )
@@ -257,6 +257,13 @@ def _not_built(mesh: Mesh) -> str:
         f"not built: it is for {number} devices ({kind}), and there is {len(jax.devices())}; "
         "memory is by formula, and weights are not read"
     )
+
+
+def _texts(run_inputs: Inputs) -> dict[str, str]:
+    """How prompts become tokens."""
+    pretrained, template = run_inputs.pretrained, f"{run_inputs.chat.name}{_time(run_inputs)}"
+    line = texts.tokenizer_line(pretrained.folder, pretrained.tokenizer)
+    return {"chat template": template, **({"tokenizer": line} if line else {})}
 
 
 def _time(run_inputs: Inputs) -> str:

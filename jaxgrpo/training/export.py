@@ -77,7 +77,7 @@ def export(
     if model.config.lora is not None:
         identity = parameters.adapter_identity(home, model)
         parameters.refuse_changed_adapters(config.model.path, meta, identity)
-        model, params = _merged(model, params, home)
+        model, params = _merged(model, params, home, config.lora.path)
     if dtype is not None:
         model, params = _cast(model, params, dtype)
     card = model_card(config, number, _evaluation(folder, number))
@@ -96,10 +96,16 @@ def _target(out: str | Place, bases: Iterable[str | Path], overwrite: bool) -> P
     return target
 
 
-def _merged(model: Model, adapters: Params, home: Path) -> tuple[Model, Params]:
-    """The model without adapters, and the weights of `home` with these merged in."""
+def _merged(
+    model: Model, adapters: Params, home: Path, adapter_path: str | None
+) -> tuple[Model, Params]:
+    """The model without adapters, and the weights of `home` with these merged in.
+
+    Args:
+      adapter_path: `lora.path`.
+    """
     base = lora.base_model(model)
-    weights = folders.read_params(home, base, "float32")
+    weights = folders.read_params(home, base, "float32", adapter=adapter_path)
     return base, lora.merge(model, lora.join(jax.device_put(adapters), weights))
 
 

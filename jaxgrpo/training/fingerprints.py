@@ -126,7 +126,7 @@ def _model_facts(run_inputs: Inputs, chat_template: str) -> dict[str, dict[str, 
     }
     for name in texts.CHAT_TEMPLATES:  # what is used of them is compared
         template.pop(name, None)
-    template[f"data.chat_template = {chat_template}"] = _json_checksum(chat.template)
+    template[f"data.chat_template = {chat_template}"] = _json_checksum(chat.written_template)
     tokenizer: dict[str, Any] = {
         name: base.pop(name) for name in texts.TOKENIZER_FILES if name in base
     }

@@ -27,7 +27,7 @@ from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.core.types import Learner, Stream
 from jaxgrpo.data.storage import Place
 from jaxgrpo.models import sharding
-from jaxgrpo.models.hf import families
+from jaxgrpo.models.hf import families, texts
 from jaxgrpo.training import fingerprints, parameters
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
 from jaxgrpo.training.collecting.replay import refuse_other_files, to_json
@@ -251,7 +251,8 @@ def say_start(
     inputs, pretrained = run.inputs, run.inputs.pretrained
     unread = families.unread(pretrained.model.config)
     base = parameters.base_line(pretrained.adapter_path, pretrained.path, pretrained.revision)
-    for line in filter(None, (unread, base)):
+    tokens = texts.tokenizer_line(pretrained.folder, pretrained.tokenizer)
+    for line in filter(None, (unread, base, tokens)):
         display.say(line)
     for stage, line in attention_lines(
         run.blueprint.kernel, run.blueprint.teachers, run.engine

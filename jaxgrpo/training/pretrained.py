@@ -64,7 +64,7 @@ class Pretrained(NamedTuple):
           layout: tree of shardings like the parameters; None: the default device.
         """
         if model.config.lora is None:
-            return folders.read_params(self.folder, model, dtype, layout)
+            return folders.read_params(self.folder, model, dtype, layout, self.adapter_path)
         if self.adapter_path is not None:
             return folders.read_adapted(self.folder, self.adapter_path, model, dtype, layout)
         adapter_layout, weight_layout = (None, None) if layout is None else lora.split(layout)
@@ -118,10 +118,11 @@ def find_model(
       keys, lora_keys, rollout, remat: `model`, `lora`, `rollout` and `train.remat` of the config.
       fetch_weights: as in `find_config`.
 
-    Raises: InputError where there is no such model, a file of it cannot be read, or it has no
-    positions for prompt and completion.
+    Raises: InputError where there is no such model, a file of it cannot be read, it holds an
+    adapter that is not `lora.path`, or it has no positions for prompt and completion.
     """
     folder, stored = find_config(keys, fetch_weights)
+    folders.refuse_adapter(folder, lora_keys.path)
     check_length(rollout, keys.path, stored)
     tokenizer, size = folders.read_tokenizer(folder), stored.vocab_size
     ends = folders.read_end_tokens(folder, tokenizer, size)

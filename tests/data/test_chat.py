@@ -49,6 +49,18 @@ def test_a_conversation_goes_as_it_is_and_options_reach_the_template(tokenizer):
     assert write(chat_with(tokenizer, enable_thinking=True), [USER], "row 0") == TURN + OPENED
 
 
+def test_of_several_templates_that_for_tools_writes_them_as_in_transformers(tokenizer, monkeypatch):
+    for_tools = "{{ tools[0].function.name }}{% if strict %}!{% endif %} {{ messages[0].content }}"
+    named = {"default": "{{ messages[0].content }}", "tool_use": for_tools}
+    monkeypatch.setattr(tokenizer, "chat_template", named)
+    tools = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
+    chat = chat_with(tokenizer, strict=True)
+    assert write(chat, [USER], "row 0") == "2+2?"
+    text = write(chat._replace(tools=tools), [USER], "row 0")
+    options = {"tokenize": False, "strict": True}
+    assert text == tokenizer.apply_chat_template([USER], [*tools], **options) == "add! 2+2?"
+
+
 def test_a_last_message_by_the_assistant_is_gone_on_with(tokenizer):
     assert write(chat_with(tokenizer), [USER, BEGUN], "row 0") == TURN + OPENED + "It is"
 

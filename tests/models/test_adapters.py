@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +20,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
 from jaxgrpo.models import decoder, lora
 from jaxgrpo.models.api import LINEAR, LoraConfig, Model
-from jaxgrpo.models.hf import adapters
+from jaxgrpo.models.hf import adapters, folders
 from jaxgrpo.models.hf.families import FAMILIES
 
 CLOSE = 2e-4  # of logits, which are of order 1
@@ -221,6 +223,61 @@ def test_a_part_of_a_fused_tensor_has_no_adapter_of_its_own(tmp_path, fused, tar
         adapters.save(model, adapter, tmp_path / "adapter")
     if "up" not in targets:
         assert "lora_a" in adapter["blocks"]["0"]["attention"]["query"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["llama"], indirect=True)
+def test_an_adapter_in_the_folder_of_its_base_is_read_with_it_or_refused(case, tmp_path):
+    """transformers adds it to the model, where PEFT is installed."""
+    from transformers import AutoModelForCausalLM
+
+    folder = shutil.copytree(case.folder / "base", tmp_path / "both")
+    for file in adapters.adapter_files(case.folder / "adapter"):
+        shutil.copyfile(file, folder / file.name)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    expected = checkpoints.transformers_logits(theirs, *BATCH)
+    np.testing.assert_allclose(expected[REAL], case.expected[REAL], atol=1e-5, rtol=0)
+    with pytest.raises(InputError, match=r"holds an adapter beside the model .*lora\.path"):
+        jaxgrpo.load_model(folder)
+    with pytest.raises(InputError, match="holds an adapter beside the model"):
+        jaxgrpo.load_model(folder, adapter=case.folder / "adapter")
+    model, params = jaxgrpo.load_model(folder, adapter=folder)
+    logits = np.asarray(jaxgrpo.logits(model, params, *BATCH))
+    np.testing.assert_allclose(logits[REAL], expected[REAL], atol=CLOSE, rtol=0)
+
+
+def test_an_adapter_is_no_model_and_is_not_read_from_a_pickle(tmp_path):
+    adapter = written(tmp_path / "adapter")
+    with pytest.raises(InputError, match=r"this is an adapter: name it by lora\.path"):
+        folders.read_config(adapter)
+    (adapter / "adapter_model.bin").write_bytes(b"x")
+    with pytest.raises(InputError, match=r"only as adapter_model\.bin, a pickle, .*safetensors"):
+        adapters.read_config(adapter, tiny.UNIFORM)
+    (adapter / adapters.WEIGHTS).write_bytes(b"x")
+    with pytest.raises(InputError, match="no readable safetensors file"):
+        adapters.read_config(adapter, tiny.UNIFORM)
+
+
+WHOLE_ALPHA = """
+import sys
+import jax
+from jaxgrpo.models import decoder, lora
+from jaxgrpo.models.api import LoraConfig, ModelConfig
+from jaxgrpo.models.hf import adapters
+
+sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "head_dim"), 8)
+sizes |= dict.fromkeys(("num_layers", "num_heads", "num_kv_heads"), 1)
+model = decoder.build(ModelConfig(**sizes, lora=LoraConfig(rank=1, alpha=2)))
+adapters.save(model, lora.init(model, jax.random.key(0)), sys.argv[1])
+"""
+
+
+@pytest.mark.full
+def test_an_adapter_whose_alpha_is_a_whole_number_is_saved(tmp_path, python, environment):
+    """In a process of its own: types are not checked there."""
+    command = [python, "-c", WHOLE_ALPHA, str(tmp_path / "adapter")]
+    subprocess.run(command, check=True, env=environment())
+    assert json.loads((tmp_path / "adapter" / adapters.CONFIG).read_text())["lora_alpha"] == 2
 
 
 @pytest.mark.full

@@ -194,6 +194,13 @@ def test_what_transformers_loss_reads_changes_no_model():
     assert model_config(asking, "config.json") == model_config(fields, "config.json")
 
 
+def test_the_fields_that_qwen3_coder_has_besides_change_no_model():
+    """Queries and keys of the family are always normed, and none has a shared expert."""
+    fields = checkpoints.config_fields("qwen3_moe")
+    more = {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0}
+    assert model_config(fields | more, "config.json") == model_config(fields, "config.json")
+
+
 def test_experts_a_shared_one_and_its_gate_have_adapters_and_the_router_has_none():
     kind = LayerKind(feed=FEED._replace(shared=16, shared_gate=True))
     config = dataclasses.replace(CONFIG, pattern=(kind,), lora=LoraConfig(rank=2, alpha=2.0))

@@ -146,6 +146,19 @@ def test_the_dtype_stands_where_the_base_has_it(tmp_path, names):
             {"tokenizer_config.json": TOKENIZER, "chat_template.jinja": "x"},
             {"tokenizer_config.json", "chat_template.jinja"},
         ),
+        ({"chat_template.json": {"chat_template": "x"}}, {"chat_template.json"}),
+        (
+            {"tokenizer_config.json": TOKENIZER, "additional_chat_templates/rag.jinja": "x"},
+            {"tokenizer_config.json"},
+        ),
+        (
+            {"tokenizer_config.json": TOKENIZER, "chat_template.json": {"chat_template": "x"}},
+            {"tokenizer_config.json", "chat_template.json"},
+        ),
+        (
+            {"processor_config.json": {"chat_template": "x", "image_seq_length": 4}},
+            {"processor_config.json"},
+        ),
     ],
 )
 def test_a_template_that_the_config_sets_replaces_that_of_the_base(tmp_path, files, places):
@@ -162,6 +175,20 @@ def test_a_template_that_the_config_sets_replaces_that_of_the_base(tmp_path, fil
     assert again.get_chat_template() == "{{ messages[0].content }}"
     if isinstance(again.chat_template, dict):
         assert again.chat_template["rag"] == "x"
+
+
+def test_a_template_that_only_the_processor_has_is_read_and_stays_where_it_is(tmp_path):
+    base = tmp_path / "base"
+    character_tokenizer("0123456789").save_pretrained(base)
+    written(base, {"config.json": CONFIG, "chat_template.json": {"chat_template": "x"}})
+    tokenizer = folders.read_tokenizer(base)
+    assert tokenizer.chat_template == "x"
+    out = saved(base, tmp_path / "out", tokenizer=tokenizer)
+    assert not (out / "chat_template.jinja").exists()
+    tokenizer.chat_template = "y"
+    out = saved(base, tmp_path / "other", tokenizer=tokenizer)
+    assert read(out / "chat_template.json") == {"chat_template": "y"}
+    assert folders.read_tokenizer(out).chat_template == "y"
 
 
 def test_end_tokens_that_the_base_lacks_join_its_other_settings(tmp_path):

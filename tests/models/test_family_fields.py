@@ -121,6 +121,7 @@ OF_DEVSTRAL = {**checkpoints.GROWING, **OFF}
         ("llama", LEFT_BY_OTHERS),
         ("qwen2", LEFT_BY_OTHERS),
         ("gemma2", {"sliding_window_size": 2}),
+        ("qwen3_moe", {"use_qk_norm": True}),
         ("qwen3", {"rope_parameters": None, "rope_scaling": {**YARN, "attn_factor": 0.5}}),
         ("ministral3", {"rope_parameters": OF_DEVSTRAL}),
     ],
@@ -143,6 +144,14 @@ def test_without_their_number_there_are_as_many_kv_heads_as_heads(family, tmp_pa
     fields = checkpoints.config_fields(family)
     del fields["num_key_value_heads"]
     assert outcome("", fields, tmp_path, {}) == "equal"
+
+
+@pytest.mark.parametrize("kind", ["yarn", "linear", "dynamic", "llama3"])
+def test_phi3_has_the_two_types_of_positions_that_transformers_allows_it(kind):
+    scaling = {"rope_parameters": None, "rope_scaling": {**YARN, "rope_type": kind}}
+    fields = checkpoints.config_fields("phi3") | scaling
+    with pytest.raises(InputError, match=f"'{kind}' is not built; known are default, longrope"):
+        model_config(fields, "config.json")
 
 
 @pytest.mark.full

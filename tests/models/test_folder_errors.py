@@ -99,6 +99,8 @@ def test_a_config_that_asks_for_what_is_not_built_is_refused_by_field(copy, fiel
 def test_a_family_that_is_not_built_is_refused_with_the_nearest(copy):
     with pytest.raises(InputError, match="'lfm2' is not built: it needs layers of short conv"):
         find_family("lfm2")
+    with pytest.raises(InputError, match="'mixtral' is not built: Known: arcee, "):
+        find_family("mixtral")
     with pytest.raises(InputError, match=r"model_type = 'lama' is not built: did you mean 'llama'"):
         read_config(copy(model_type="lama"))
 
@@ -211,6 +213,17 @@ def test_pickles_damaged_files_and_missing_shards_are_refused(copy):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(InputError, match=r"lists model-00001-of-00001\.safetensors, not in the"):
         read_params(folder, model)
+
+
+def test_an_adapter_beside_the_model_is_refused_unless_it_is_read_with_it(copy):
+    folder = copy()
+    (folder / "adapter_config.json").write_text("{}")
+    model = build(read_config(folder))
+    with pytest.raises(InputError, match=r"holds an adapter beside the model \(adapter_config"):
+        read_params(folder, model)
+    with pytest.raises(InputError, match="holds an adapter beside the model"):
+        read_params(folder, model, adapter=folder.parent)
+    read_params(folder, model, adapter=folder)
 
 
 def test_a_path_that_is_no_folder_says_what_it_was_taken_for(tmp_path):

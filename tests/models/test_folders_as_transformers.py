@@ -18,7 +18,7 @@ from jaxgrpo.data import prompts
 from jaxgrpo.data.chat import make_chat
 from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.models.decoder import build
-from jaxgrpo.models.hf import folders
+from jaxgrpo.models.hf import folders, texts
 
 TOKENIZER: Any = character_tokenizer("0123456789+=")
 VOCABULARY = len(TOKENIZER)
@@ -132,3 +132,66 @@ def test_a_token_without_embedding_is_refused_only_where_a_text_uses_it():
     message = rf"row 1: the prompt has the token {VOCABULARY}, '<image>', .*vocab_size = "
     with pytest.raises(InputError, match=message):
         prompts.encode([{"prompt": "1+1="}, {"prompt": "1<image>"}], chat)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"}]
+)
+def test_a_tokenizer_without_its_vocabulary_is_refused(tmp_path, fields):
+    """transformers builds it of special tokens alone, with ids that are not the model's."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    if fields:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    with pytest.raises(InputError, match=r"Qwen2Tokenizer has no vocabulary: .*tokenizer\.json"):
+        folders.read_tokenizer(tmp_path)
+    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    assert folders.read_tokenizer(tmp_path)("abb")["input_ids"] == [2, 1]
+
+
+def test_tokens_that_are_not_those_of_the_file_are_reported_with_what_takes_them(tmp_path):
+    """A class of transformers that divides texts by its own rules, though the file has others."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    letters = {text: number for number, text in enumerate("0123456789Ġabcdeit'sĊ")}
+    numbers = {"12": len(letters), "34": len(letters) + 1}
+    merges = [tuple(text) for text in numbers]
+    full = Tokenizer(models.BPE(vocab=letters | numbers, merges=merges))
+    signs = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    full.pre_tokenizer = pre_tokenizers.Sequence(
+        [signs, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    full.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    tokenizer = folders.read_tokenizer(tmp_path)
+    assert tokenizer("12")["input_ids"] != full.encode("12").ids
+    line = texts.tokenizer_line(tmp_path, tokenizer)
+    assert "rules of GPT2Tokenizer" in line
+    assert "PreTrainedTokenizerFast" in line
+    file.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    tokenizer = folders.read_tokenizer(tmp_path)
+    assert tokenizer("12")["input_ids"] == full.encode("12").ids
+    assert texts.tokenizer_line(tmp_path, tokenizer) == ""
+
+
+def test_tokens_behind_a_special_one_are_compared_with_those_of_the_file_too(tmp_path):
+    """There LlamaTokenizer writes no space in front of a text, where older files say so."""
+    from tokenizers import AddedToken, Tokenizer, models, normalizers
+
+    vocabulary = {text: number for number, text in enumerate(("</s>", "▁", "a", "b", "▁a", "▁b"))}
+    merges = [("▁", "a"), ("▁", "b")]
+    full = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=True, byte_fallback=True))
+    parts = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    full.normalizer = normalizers.Sequence(parts)
+    full.add_special_tokens([AddedToken("</s>", normalized=False)])
+    full.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    settings = {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>", "legacy": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert full.encode("a</s>b").ids == [4, 0, 5]
+    tokenizer = folders.read_tokenizer(tmp_path)
+    assert tokenizer("a</s>b", add_special_tokens=False)["input_ids"] == [4, 0, 3]
+    line = texts.tokenizer_line(tmp_path, tokenizer)
+    assert line.startswith("the tokens of 'a</s>b' are not those of tokenizer.json")

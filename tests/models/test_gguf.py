@@ -205,6 +205,11 @@ ODD = {
     ),
     "no embedding": ({"token_embd.weight": None}, [], r"the tensor token_embd\.weight: missing"),
     "experts": ({}, [number("llama.expert_count", 8)], r"llama\.expert_count = 8: not read"),
+    "reads on": (
+        {},
+        [lambda writer: writer.add_causal_attention(False)],
+        r"llama\.attention\.causal = False: a policy reads what is before",
+    ),
     "key": (
         {},
         [number("llama.attention.value_length", 8)],

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxgrpo.core.errors import InputError, refuse_all, suggest
 from jaxgrpo.models.gguf.files import Gguf
-from jaxgrpo.models.hf.fields import Fields
+from jaxgrpo.models.hf.fields import ON, Fields
 from jaxgrpo.models.hf.rope import FULL, SLIDING
 
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -41,6 +41,7 @@ _GEMMA3_KEYS = (
 )
 _HARMLESS = ("rope.scaling.finetuned",)
 _ONE = ("rope.scaling.attn_factor",)  # a factor that changes nothing if it is 1
+_CAUSAL = "attention.causal"  # false in encoders
 
 
 class Architecture(NamedTuple):
@@ -64,7 +65,9 @@ def read_fields(gguf: Gguf) -> dict[str, Any]:
     fields = Fields(gguf.metadata, "the file")
     config = _sizes(fields, name, gguf) | _rope(fields, name, gguf)
     config |= architecture.extra_fields(fields, config)
-    known_keys = {f"{name}.{key}" for key in (*_READ, *_HARMLESS, *architecture.keys)}
+    known_keys = {f"{name}.{key}" for key in (*_READ, *_HARMLESS, _CAUSAL, *architecture.keys)}
+    if not gguf.metadata.get(f"{name}.{_CAUSAL}", True):
+        fields.refuse(f"{name}.{_CAUSAL}", ON["is_causal"])
     for key, value in gguf.metadata.items():
         is_one = key.removeprefix(f"{name}.") in _ONE and value == 1
         if key.startswith(f"{name}.") and key not in known_keys and not is_one and value:

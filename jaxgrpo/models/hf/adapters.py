@@ -43,6 +43,7 @@ from jaxgrpo.models.hf.fields import Fields
 from jaxgrpo.models.hf.mapping import Entry
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PICKLE = "adapter_model.bin"
 CONTENTS = replacing.Contents(
     "an adapter", re.compile(f"{re.escape(CONFIG)}|{re.escape(WEIGHTS)}"), CONFIG, (WEIGHTS,)
 )
@@ -72,11 +73,17 @@ HARMLESS = (
 def read_config(path: str | os.PathLike[str], base: ModelConfig) -> LoraConfig:
     """The LoraConfig of an adapter folder, for a model of this config.
 
-    Raises: InputError naming every field that is missing or asks for what is not built.
+    Raises: InputError naming every field that is missing or asks for what is not built, and where
+      the adapter is stored as a pickle only.
     """
     source = storage.local(path, "lora.path") / CONFIG
     if not source.is_file():
         raise InputError(f"{source} does not exist: give the folder of an adapter that PEFT wrote")
+    if not weights_file(path).is_file() and (source.parent / PICKLE).is_file():
+        raise InputError(
+            f"{source.parent} has its adapter only as {PICKLE}, a pickle, which can run any code "
+            f"and is not read: convert it to {WEIGHTS} (save_pretrained of PEFT writes it)"
+        )
     fields = Fields(weights.read_json(source, "copy the adapter again"), CONFIG)
     fields.choice("peft_type", {"LORA": "LORA"}, "LORA")
     fields.choice("bias", {"none": "none"}, "none")
@@ -218,7 +225,7 @@ def _fields(
     full = wrapped.WRAPPERS.get(json.loads(config.source or "{}").get("model_type"))
     if config.text_only and hf_modules:  # other parts have modules of the same names
         target_modules = IN_TEXT + "({})".format("|".join(map(re.escape, sorted(hf_modules))))
-    alpha = int(settings.alpha) if settings.alpha.is_integer() else settings.alpha
+    alpha = float(settings.alpha)
     return {
         "peft_type": "LORA",
         # By "CAUSAL_LM" PEFT would load the text alone, whose modules have other names.
@@ -227,7 +234,7 @@ def _fields(
         "base_model_name_or_path": base and without_passwords(base),
         "revision": revision,
         "r": settings.rank,
-        "lora_alpha": alpha,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "use_rslora": settings.use_rslora,
         "target_modules": target_modules,
         **({"target_parameters": sorted(parameters)} if parameters else {}),

@@ -81,6 +81,8 @@ def read_config(
     if not source.is_file():
         ggufs = sorted(source.parent.glob("*.gguf"))
         remedy = f"; jaxgrpo import {ggufs[0]} OUT writes one" if ggufs else ""
+        if (source.parent / adapters.CONFIG).is_file():
+            remedy = "; this is an adapter: name it by lora.path, and its base by model.path"
         raise InputError(
             f"{source} does not exist: give the folder of a Hugging Face model{remedy}"
         )
@@ -97,6 +99,8 @@ def read_config(
 
 def read_tokenizer(path: str | os.PathLike[str]) -> Any:
     """The tokenizer of a model folder, by transformers, from the folder's files alone.
+
+    Without a chat template it gets that of the folder's processor, if there is one.
 
     Raises: InputError if the folder holds none that can be read.
     """
@@ -117,9 +121,17 @@ def read_tokenizer(path: str | os.PathLike[str]) -> Any:
     with refusing(problem):  # transformers, tokenizers and json raise many kinds
         try:
             _try_normalizer(folder / "tokenizer.json")
-            return limits.left_after(SECONDS, read)
+            tokenizer = limits.left_after(SECONDS, read)
         except (limits.TimedOut, subprocess.TimeoutExpired):
             raise TimeoutError(f"it takes more than {SECONDS:g} s") from None
+    if not texts.has_vocabulary(folder, getattr(tokenizer, "vocab_files_names", {})):
+        raise InputError(
+            f"{folder}: its {type(tokenizer).__name__} has no vocabulary: complete the copy, or "
+            f"put tokenizer.json, as tokenizer.save_pretrained writes it, {IN_A_COPY}"
+        )
+    if not getattr(tokenizer, "chat_template", None):
+        tokenizer.chat_template = texts.processor_template(folder)
+    return tokenizer
 
 
 def _try_normalizer(file: Path) -> None:
@@ -188,8 +200,33 @@ def tokens_without_text(
     return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
+def refuse_adapter(
+    path: str | os.PathLike[str], adapter: str | os.PathLike[str] | None = None
+) -> None:
+    """Refuses a model folder that holds an adapter too, which transformers adds to the model.
+
+    Args:
+      adapter: folder of the adapter that is read with the model; it may be the same.
+
+    Raises: InputError with the file that says so.
+    """
+    folder = find_folder(path)
+    home = None if adapter is None else storage.local(adapter, "lora.path")
+    is_read = home is not None and home.is_dir() and os.path.samefile(home, folder)
+    if (folder / adapters.CONFIG).is_file() and not is_read:
+        raise InputError(
+            f"{folder} holds an adapter beside the model ({adapters.CONFIG}), and transformers "
+            "would add it: name the folder by lora.path too (load_model(adapter=...)), or take "
+            f"the adapter out {IN_A_COPY}"
+        )
+
+
 def read_params(
-    path: str | os.PathLike[str], model: Model, dtype: str | None = None, shardings: Any = None
+    path: str | os.PathLike[str],
+    model: Model,
+    dtype: str | None = None,
+    shardings: Any = None,
+    adapter: str | os.PathLike[str] | None = None,
 ) -> Params:
     """The parameters of a model folder, in the layout of `model`.
 
@@ -199,10 +236,13 @@ def read_params(
       dtype: of the result; None: what the model computes in, leaf by leaf (`model.shapes`).
       shardings: tree of shardings like the parameters (over processes too); None: this process's
         default device.
+      adapter: as in `refuse_adapter`.
 
-    Raises: InputError naming tensors that are missing, unknown, of another shape or not finite.
+    Raises: InputError naming tensors that are missing, unknown, of another shape or not finite,
+      and as `refuse_adapter`.
     """
     folder = find_folder(path)
+    refuse_adapter(folder, adapter)
     family = families.find_family(model.config.family, str(folder))
     with weights.agreed(folder, shardings), weights.opened(folder) as files:
         entries = _checked(folder, files, model, family)
@@ -237,9 +277,8 @@ def read_adapted(
         (None, None) if shardings is None else lora.split(shardings)
     )
     adapter_params = adapters.read_params(adapter, model, dtype, adapter_shardings)
-    return lora.join(
-        adapter_params, read_params(path, lora.base_model(model), shardings=weight_shardings)
-    )
+    base_params = read_params(path, lora.base_model(model), None, weight_shardings, adapter)
+    return lora.join(adapter_params, base_params)
 
 
 def load_model(

@@ -35,9 +35,24 @@ TOKENIZER_FILES = (
     "tekken.json",
 )
 CHAT_TEMPLATES = (TEMPLATE, "chat_template.json")
+PROCESSOR_TEMPLATES = ("processor_config.json", "chat_template.json")
+"""Where processors had their chat template in older releases of transformers; the first counts."""
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 TEXTS = (CONFIG, GENERATION, *TOKENIZER_FILES, *CHAT_TEMPLATES, *PROCESSORS)
 """The files of a model folder beside its weights, that act on a run."""
+
+VOCABULARIES = ("tokenizer.json", "tokenizer.*.json", "tekken.json", "*.model*", "*.tiktoken")
+"""Patterns of files that any tokenizer's vocabulary is read from."""
+
+RULES = ("normalizer", "pre_tokenizer", "decoder")
+"""The parts of a tokenizer that classes of transformers have their own of."""
+PROBES = (
+    "it's  12345\n\n 678",
+    "e\u0301 \u00c5\ufb01",
+    "a_b(c)==\t\n  d1",
+    "\u65e5\u672c\u8a9e \ud55c\uad6d\uc5b4",
+)
+"""Texts that common rules divide in different ways."""
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -46,6 +61,73 @@ def text_files(folder: Path) -> list[Path]:
     """Those of TEXTS that a folder holds, and its named chat templates."""
     templates = sorted((folder / replacing.TEMPLATES).glob("*.jinja"))
     return [*(file for name in TEXTS if (file := folder / name).is_file()), *templates]
+
+
+def processor_template(folder: Path) -> str | None:
+    """The chat template that a folder has for its processor, in PROCESSOR_TEMPLATES.
+
+    transformers gives it to the processor of images and text, and not to the tokenizer.
+    """
+    templates = (_read(folder / name).get("chat_template") for name in PROCESSOR_TEMPLATES)
+    return next((text for text in templates if isinstance(text, str)), None)
+
+
+def has_vocabulary(folder: Path, names: Mapping[str, str]) -> bool:
+    """Whether a folder has a file that its tokenizer reads a vocabulary from, if it reads any.
+
+    Without one transformers 5 builds the tokenizer all the same, with special tokens alone.
+
+    Args:
+      names: `vocab_files_names` of the tokenizer's class.
+    """
+    files = [name for role, name in names.items() if role != "merges_file"]
+    patterns = (*files, *VOCABULARIES)
+    return not files or any(any(folder.glob(pattern)) for pattern in patterns)
+
+
+def tokenizer_line(folder: Path, tokenizer: Any) -> str:
+    """Says that a tokenizer has other tokens than the tokenizer.json that it was read from; empty
+    where it has not, or there is no such file.
+
+    Some classes of transformers 5 take only tokens, merges and what is put around a text from it,
+    and divide texts by rules of their own.
+    """
+    backend, file = getattr(tokenizer, "backend_tokenizer", None), folder / "tokenizer.json"
+    if backend is None or not file.is_file() or not _has_other_rules(backend, file):
+        return ""
+    from tokenizers import Tokenizer
+
+    full = Tokenizer.from_file(str(file))
+    full.no_truncation()
+    full.no_padding()
+    special_tokens = {token.content for token in full.get_added_tokens_decoder().values()}
+    end = getattr(tokenizer, "eos_token", None)  # what follows it may begin as a text does
+    for text in (*PROBES, *([f"a{end}b"] if end in special_tokens else [])):
+        ids = full.encode(text, add_special_tokens=False).ids
+        if tokenizer(text, add_special_tokens=False)["input_ids"] != ids:
+            return (
+                f"the tokens of {text!r} are not those of tokenizer.json: transformers divides "
+                f"texts by rules of {type(tokenizer).__name__}; those of the file are taken with "
+                f'"tokenizer_class": "PreTrainedTokenizerFast" in {TOKENIZER}, {weights.IN_A_COPY}'
+            )
+    return ""
+
+
+def _has_other_rules(backend: Any, file: Path) -> bool:
+    """Whether the rules of a tokenizer are written otherwise than those of a file."""
+    from tokenizers import Tokenizer
+
+    fields = json.loads(file.read_text("utf-8"))  # names may stand twice in a vocabulary
+    model = fields.get("model") or {}
+    if model.get("type") != "BPE":  # others cannot be without their vocabulary
+        return False
+    empty = {"model": {**model, "vocab": {}, "merges": []}, "added_tokens": []}
+    written = Tokenizer.from_str(json.dumps({**fields, **empty}))
+
+    def state(part: Any) -> Any:
+        return None if part is None else part.__getstate__()
+
+    return any(state(getattr(backend, name)) != state(getattr(written, name)) for name in RULES)
 
 
 def end_fields(tokens: Sequence[int]) -> dict[str, Any]:
@@ -152,16 +234,24 @@ def _write_for_older_readers(file: Path, tokenizer: Any) -> None:
 
 
 def _write_template(folder: Path, template: str) -> None:
-    """Writes a chat template where the folder has its own; into TEMPLATE if it has none."""
+    """Writes a chat template where the folder has its own; into TEMPLATE if it has none that
+    tokenizers read."""
     file, fields = folder / TEMPLATE, _read(folder / TOKENIZER)
     stored = fields.get("chat_template")
     has_names = isinstance(stored, list)  # [{"name": "default", "template": ...}, ...]
     texts = (
         {entry["name"]: entry["template"] for entry in stored} if has_names else {"default": stored}
     )
-    if template == (file.read_text("utf-8") if file.exists() else texts.get("default")):
+    # Named templates in files of their own go before those of tokenizer_config.json.
+    has_files = file.exists() or any((folder / replacing.TEMPLATES).glob("*.jinja"))
+    first = None if has_files else texts.get("default")
+    first = file.read_text("utf-8") if file.exists() else first
+    if template == (first or processor_template(folder)):
         return
-    if file.exists() or stored is None:
+    for name in PROCESSOR_TEMPLATES:
+        if isinstance((content := _read(folder / name)).get("chat_template"), str):
+            _write(folder / name, {**content, "chat_template": template})
+    if has_files or stored is None:
         file.write_text(template, "utf-8")
     if stored is not None:
         texts["default"] = template

@@ -83,7 +83,8 @@ QWEN3_MOE = Family(
     modules=_MODULES,
     experts=EXPERTS,
     fused_experts=FUSED_EXPERTS,
-    harmless=("max_window_layers",),
+    # Of published folders, as Qwen3-Coder's, and read by no code of transformers.
+    harmless=("max_window_layers", "use_qk_norm"),
 )
 
 

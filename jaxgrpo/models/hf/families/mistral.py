@@ -10,6 +10,8 @@ from jaxgrpo.models.hf.fields import Fields
 from jaxgrpo.models.hf.rope import FULL, SLIDING
 
 WINDOW = 4096  # what transformers assumes without sliding_window
+PHI_TYPES = {kind: rope.TYPES[kind] for kind in ("default", "longrope")}
+"""The types of positions that transformers allows Phi-3, where it takes yarn for longrope."""
 
 
 def _mistral(fields: Fields) -> dict[str, Any]:
@@ -51,7 +53,12 @@ def _phi3(fields: Fields) -> dict[str, Any]:
     config = sizes(fields, eps=1e-5, positions=4096, as_many_kv=True, pad=32_000)
     # Of the two original lengths transformers takes the one beside rope_parameters, or 4096.
     turn = rope.read_turn(
-        fields, config["head_dim"], config["max_positions"], partial=True, original=4096
+        fields,
+        config["head_dim"],
+        config["max_positions"],
+        partial=True,
+        original=4096,
+        types=PHI_TYPES,
     )
     return {**config, **uniform(turn, fields.nullable("sliding_window", "size", None))}
 
