@@ -191,7 +191,7 @@ def check_at_least(where: str, least: float, **options: Scheduled | None) -> Non
 
 def check_whole(where: str, **options: Any) -> None:
     """Refuses all but whole numbers from 1 on."""
-    fits = lambda n: isinstance(n, Integral) and not isinstance(n, bool) and n >= 1  # noqa: E731
+    fits = lambda n: isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 1  # noqa: E731
     check(where, "a whole number of at least 1", fits, **options)
 
 

@@ -287,9 +287,9 @@ def _nothing(name: str) -> str | None:
     """What "table.key=" sets: None, where a key is unset by default and takes no empty text, and a
     whole table; else an empty text."""
     field = keys.KEYS.get(name)
-    is_unset = field is not None and field.default is None
-    takes_none = is_unset and not field.metadata["range"].may_be_empty
-    return None if takes_none or name in SECTIONS else ""
+    if field is None:
+        return None if name in SECTIONS else ""
+    return None if field.default is None and not field.metadata["range"].may_be_empty else ""
 
 
 def put(

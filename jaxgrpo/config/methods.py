@@ -115,7 +115,7 @@ def _build_chain(named: Part | Sequence[Part], rewards: Sequence[Reward]) -> Adv
         return advantages.build(steps)
 
 
-def takes_weights(part: Part) -> bool:
+def takes_weights(part: Mapping[str, Any]) -> bool:
     """Whether a part of a chain adds rewards up by the weights that they have in the config: it
     names none itself."""
     options = {"use", "eps"} if part["use"] == "dvao" else {"use"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -176,8 +177,9 @@ def test_large_rewards_that_differ_by_little_are_centred_first():
 
 def test_means_by_length_and_of_trees_are_centred_first_too():
     rewards = jnp.asarray([[1e8, 1e8 + 8, 1e8, 1e8]], jnp.float32)
-    fields = {"token_mask": np.ones((1, 4, 2), bool), "token_depth": np.ones((1, 4, 2), int)}
-    fields["ancestors"] = [[[0, 1], [0, 2], [0, 3], [0, 4]]]  # only the root is shared
+    ancestors = np.array([[[0, 1], [0, 2], [0, 3], [0, 4]]])  # only the root is shared
+    fields: dict[str, Any] = {"token_mask": np.ones((1, 4, 2), bool), "ancestors": ancestors}
+    fields["token_depth"] = np.ones((1, 4, 2), int)
     centred = np.array([[-2.0, 6, -2, -2]])
     for part, expected in (
         (adv.subtract_length_weighted_mean(), centred),

@@ -26,6 +26,10 @@ def steps(folder, advantage=None, **changes) -> list[str]:
     return [name for name, _ in methods.make_chain(config.loss, recipe).steps]
 
 
+def zeros(completions, **columns):
+    return [0.0 for _ in completions]
+
+
 def halved(signal, rollouts):
     return dataclasses.replace(signal, value=signal.value / 2)
 
@@ -144,7 +148,7 @@ def test_penalties_on_live_samples_need_a_surrogate_that_lets_the_dead_leave(sur
 )
 @pytest.mark.parametrize("use", ["sum_rewards", "sum_scored"])
 def test_a_sum_in_a_chain_that_names_no_weights_takes_those_of_the_rewards(use, options, total):
-    rewards = [Reward("right", len), Reward("short", len, weight=0.5)]
+    rewards = [Reward("right", zeros), Reward("short", zeros, weight=0.5)]
     chain = methods.make_recipe([{"use": use, **options}], rewards)
     scores = {"right": [[0.0, 1.0]], "short": [[1.0, 0.0]]}
     assert advantages.evaluate(chain, scores)[0].tolist() == [total]
@@ -154,7 +158,7 @@ def test_a_sum_in_a_chain_that_names_no_weights_takes_those_of_the_rewards(use, 
 
 
 def test_dvao_in_a_chain_takes_the_weights_of_the_rewards_beside_eps():
-    rewards = [Reward("right", len), Reward("short", len, weight=3.0)]
+    rewards = [Reward("right", zeros), Reward("short", zeros, weight=3.0)]
     scores = {"right": [[0.0, 1.0]], "short": [[2.0, 0.0]]}
     chain = methods.make_recipe([{"use": "dvao", "eps": 0.0}], rewards)
     # Means 1/2 and 1, deviations 1/2 and 1: (1 (-1/2) + 3 (1)) / (1 (1/2) + 3 (1))

@@ -155,7 +155,7 @@ def test_tokens_that_are_not_those_of_the_file_are_reported_with_what_takes_them
 
     letters = {text: number for number, text in enumerate("0123456789Ġabcdeit'sĊ")}
     numbers = {"12": len(letters), "34": len(letters) + 1}
-    merges = [tuple(text) for text in numbers]
+    merges = [(text[0], text[1]) for text in numbers]
     full = Tokenizer(models.BPE(vocab=letters | numbers, merges=merges))
     signs = pre_tokenizers.Split(Regex("."), behavior="isolated")
     full.pre_tokenizer = pre_tokenizers.Sequence(

@@ -103,12 +103,12 @@ def find_family(model_type: Any, source: str = "") -> Family:
         FAMILIES.get(ALIASES.get(model_type, model_type)) if isinstance(model_type, str) else None
     )
     if family is None:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+        from transformers import CONFIG_MAPPING
 
         lacking = LACKING.get(str(model_type))
         # qwen3_moe is no slip of the pen for qwen3, nor mixtral for mistral.
         is_kin = any(str(model_type).startswith(f"{name}_") for name in FAMILIES)
-        is_name = is_kin or str(model_type) in CONFIG_MAPPING_NAMES
+        is_name = is_kin or str(model_type) in CONFIG_MAPPING
         hint = f"Known: {', '.join(sorted(FAMILIES))}" if is_name else suggest(model_type, FAMILIES)
         hint = f"it needs {lacking}, which no kind of layer has" if lacking else hint
         raise InputError(
