@@ -19,7 +19,7 @@ help:
 	@echo "make test-fast   the quick tests"
 	@echo "make test-oldest the quick tests with the lowest versions that pyproject.toml allows"
 	@echo "make test        lint and the tests that are not marked full; what CI runs"
-	@echo "make test-all    lint and all tests but those of test-long: with reliability, compilations, learning"
+	@echo "make test-all    lint and all tests but those of test-reliability and test-long: with learning"
 	@echo "make test-long   the tests marked long: the rest of families, fields, recipes and sizes; hours"
 	@echo "make test-reliability the tests of the twenty faults; writes the table of docs/reliability.md"
 	@echo "make readme      run every command of README.md in a new environment; CI runs it too"
@@ -59,7 +59,7 @@ test: lint
 	$(PYTEST) -m "not full"
 
 test-all: lint .venv/.envs .venv/.harness
-	CHECK_EVERY_MODULE=1 $(PYTEST) -m "not long"
+	CHECK_EVERY_MODULE=1 $(PYTEST) -m "not long and not (fault and full)"
 
 test-long: .venv/.envs
 	CHECK_EVERY_MODULE=1 $(PYTEST) -m long

@@ -360,8 +360,7 @@ def make_batches(
         batch: Any = drawing.finish()
         again = {} if rescore is None else _second_pass(rescore, params, mesh, batch)
         arrays = batch.completion_tokens, batch.token_mask, batch.behavior_logp, batch.truncated
-        arrays = rows, *arrays, again
-        arrays = jax.tree.map(lambda x: x[: count - begin], arrays)
+        arrays = jax.tree.map(lambda x: x[: count - begin], (rows, *arrays, again))
         judged_rows, tokens, mask, logp, truncated, rescored = arrays
         state, name = TrainerState(global_step=step), questions.scorer.name
         scores, _ = judge.rollouts(judged_rows, tokens, mask, state, dialogue=drawing.dialogue)

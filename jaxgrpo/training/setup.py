@@ -161,8 +161,7 @@ def setup(
       tools, environment: as in `jaxgrpo.train`.
       share: of `Shared`, in a process that takes several runs fully described by their configs.
       check: gets what is read from disk, before weights are, and may raise.
-      mesh, make_learner: of a run that is planned, on devices that need not be here; no weights
-        are read then.
+      mesh, make_learner: of a run that is planned: its devices may be absent, no weight is read.
       samples: whether the run draws any, which takes memory; a warm start does not.
 
     Raises: InputError where parts do not fit one another.

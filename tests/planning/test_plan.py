@@ -151,7 +151,7 @@ def describe(leaf: Any) -> Any:
 
 
 SOON = [("bfloat16", "sampled on tensor 2")]
-"""A mesh of its own for sampling; the others in `make test-all`."""
+"""A mesh of its own for sampling; the others in `make test-reliability`."""
 LATER = [
     ("reference", "fsdp 4"),
     ("all weights", "fsdp 2, tensor 2"),

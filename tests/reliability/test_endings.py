@@ -47,7 +47,7 @@ ENDINGS = {
     "too large": (lambda run: [1e30], 3, "1e+30"),
 }
 SOON = {"raises"}
-"""Run by `make test` too, not only by `make test-all`."""
+"""Run by `make test` too, not only by `make test-reliability`."""
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ import pytest
 from checkpointed import small
 from hypothesis import strategies as st
 from pyarrow import parquet
-from quick import all_but
+from quick import LONG, all_but
 
 from jaxgrpo.cli.make_base import base_config
 from jaxgrpo.config import files as configs
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.fault(20)
 
 FEW = 60
 MANY, SLOW = 9_000, {"safetensors": 2_000, "metadata": 2_000}
-"""Examples of a reader in `make test-all`, and of those that take more than 5 ms for each."""
+"""Examples of a reader in `make test-long`, and of those that take more than 5 ms for each."""
 SECONDS = 5.0  # that a reader may take
 
 CONFIG = minimal_config.MINIMAL.encode()
@@ -229,7 +229,7 @@ def edits(draw: st.DrawFn) -> Callable[[bytes], bytes]:
     return apply
 
 
-SIZES = ["few", pytest.param("many", marks=pytest.mark.full)]
+SIZES = ["few", pytest.param("many", marks=LONG)]
 
 
 def count_examples(name: str, size: str) -> int:

@@ -26,7 +26,7 @@ def summary(folder):
 def test_a_run_that_is_to_stop_saves_says_how_to_go_on_and_ends_the_same(
     tmp_path, monkeypatch, capsys
 ):
-    """As after a signal: those of test_signals.py, in `make test-all`."""
+    """As after a signal: those of test_signals.py, in `make test-reliability`."""
     uninterrupted = loop.train(small_run.config(tmp_path / "straight"))
     file = small_run.write(tmp_path / "run.toml", tmp_path / "r")
     with monkeypatch.context() as patch:

@@ -162,7 +162,7 @@ def run_tests(numbers: Iterable[int], jobs: int) -> tuple[str | None, int]:
             "--faults",
             *map(str, numbers),
         ]
-        environment = {"EXAMPLES": "1000", **os.environ}  # of a format; more in `make test-all`
+        environment = {"EXAMPLES": "1000", **os.environ}  # of a format; more in `make test-long`
         code = subprocess.run(command, cwd=REPOSITORY, env=environment).returncode
         return report.read_text(encoding="utf-8") if report.exists() else None, code
 
