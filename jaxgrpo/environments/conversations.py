@@ -123,7 +123,8 @@ class Conversations:
         self.counts: Counter[str] = Counter()
         self.error: str = ""  # the first that a call of the batch raised
         self._running: dict[Key, _Talk] = {}
-        self._prompts: dict[int, list[int]] = {}  # of rows whose environment says nothing first
+        self._prompts: dict[tuple[int, str | None], list[int]] = {}
+        """Row and what its environment says first; where that is something, of the batch alone."""
 
     def open(
         self, places: Sequence[tuple[int, int, int]], samples: int, seed: Sequence[int]
@@ -138,6 +139,7 @@ class Conversations:
         Returns: each sample's prompt, of this process's samples.
         """
         self._forget()
+        self._prompts = {key: ids for key, ids in self._prompts.items() if key[1] is None}
         self.counts.clear()
         self.error = ""
         begun = []
@@ -220,9 +222,9 @@ class Conversations:
             text = chat.tokenizer.decode(observation.tokens, clean_up_tokenization_spaces=False)
             conversation.prompt = observation.messages or text
             return observation
-        if observation is None and row in self._prompts:
-            return Opening(self._prompts[row], None)
         prompt = conversation.prompt = joined(conversation.prompt, observation)
+        if (row, observation) in self._prompts:  # as other samples of the row
+            return Opening(self._prompts[row, observation], None)
         is_empty = not (prompt if isinstance(prompt, str) else prompt[-1]["content"])
         if is_empty and not conversation.problem:
             raise InputError(
@@ -238,8 +240,8 @@ class Conversations:
             conversation.prompt = self.rows[row]["prompt"]
             conversation.take_problem(Broken(f"reset: {error}"))
             return self._prompt(key, row, None)
-        if observation is None:
-            self._prompts[row] = ids
+        if not conversation.problem:  # the prompt may lack what `reset` would say
+            self._prompts[row, observation] = ids
         return Opening(ids, None)
 
     def _answer(self, key: Key, ids: list[int], room: int) -> None:
