@@ -226,8 +226,8 @@ def broadcast(decide: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def stop_signals(grace: float = math.inf, after: str = "step") -> Iterator[None]:
-    """Within it, STOP_SIGNALS ask the loop inside to stop. A second Ctrl-C ends the process at once;
-    at a prompt of Python it raises KeyboardInterrupt.
+    """Within it, STOP_SIGNALS ask the loop inside to stop. A second Ctrl-C ends the process at
+    once; at a prompt of Python it raises KeyboardInterrupt.
 
     A SIGHUP that is ignored, as under nohup, stays ignored.
     An exception raised wherever the signal arrives is lost now and then, and the loop goes on.
