@@ -19,7 +19,7 @@ import numpy as np
 from jaxgrpo.core.errors import cut, no_text, own_line, written
 from jaxgrpo.data.limits import EventLoop, TimedOut, ending_forks
 from jaxgrpo.data.written import storable
-from jaxgrpo.rewards.limits import SLACK, call_within, during, leave
+from jaxgrpo.rewards.limits import SLACK, call_within, during, in_session, leave
 from jaxgrpo.rewards.protocol import (
     BY_NAME,
     LISTS,
@@ -324,8 +324,9 @@ def _run(calls: Sequence[_Call]) -> None:
 
 
 def _is_ctrl_c() -> bool:
-    """Whether a KeyboardInterrupt comes from the user: not if the run handles the signal."""
-    return signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    """Whether a KeyboardInterrupt comes from the user: not if the run handles the signal, but for a
+    second one in a session."""
+    return signal.getsignal(signal.SIGINT) is signal.default_int_handler or in_session()
 
 
 def _wait_for(named: Mapping[str, tuple[Awaitable[Any], float | None]]) -> list[Any]:

@@ -8,6 +8,7 @@ would go on changing what later calls read, and a regular expression in it stops
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 import weakref
@@ -32,6 +33,11 @@ class Running(NamedTuple):
     def is_lost(self, now: float) -> bool:
         """Whether it is so far beyond its limit that it will not come back."""
         return self.timeout is not None and now - self.since > self.timeout + SLACK
+
+
+def in_session() -> bool:
+    """Whether a user is at a prompt of Python, as in a notebook: the process outlives a run."""
+    return hasattr(sys, "ps1")
 
 
 _calls: list[Running] = []

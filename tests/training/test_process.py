@@ -321,6 +321,18 @@ def test_a_closed_terminal_does_not_end_the_run_in_an_error():
     assert child.wait(30) == 0
 
 
+def test_a_second_ctrl_c_at_a_prompt_of_python_raises_and_the_process_lives_on(monkeypatch):
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    before = signal.getsignal(signal.SIGINT)
+    with runtime.stop_signals():
+        signal.raise_signal(signal.SIGINT)
+        assert runtime.stop_requested(1)
+        time.sleep(0.3)  # signals of one kind that come together count once
+        with pytest.raises(KeyboardInterrupt, match="what was saved"):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 @pytest.mark.fault(14)
 def test_a_second_ctrl_c_ends_at_once(begin):
     process = begin("deaf")

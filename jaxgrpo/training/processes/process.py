@@ -226,7 +226,8 @@ def broadcast(decide: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def stop_signals(grace: float = math.inf, after: str = "step") -> Iterator[None]:
-    """Within it, STOP_SIGNALS ask the loop inside to stop; a second Ctrl-C ends at once.
+    """Within it, STOP_SIGNALS ask the loop inside to stop. A second Ctrl-C ends the process at
+    once; at a prompt of Python it raises KeyboardInterrupt.
 
     A SIGHUP that is ignored, as under nohup, stays ignored.
     An exception raised wherever the signal arrives is lost now and then, and the loop goes on.
@@ -458,6 +459,8 @@ def _on_signal(number: int, frame: object) -> None:
     if number == _Stop.number and now - _Stop.since < parent.ECHO:
         return
     if _Stop.number is not None and number == signal.SIGINT:
+        if limits.in_session():  # where it is lost, the user asks again
+            raise KeyboardInterrupt("ended at once; what was saved before is kept")
         parent.say("\nended at once; what was saved before is kept\n")  # allowed in a handler
         os._exit(128 + number)
     if number == signal.SIGHUP:

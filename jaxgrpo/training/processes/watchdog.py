@@ -122,6 +122,8 @@ class Watchdog:
         if self._stop_request is None:
             self._stop_request, self._stop_time = (number, now + self._grace), now
             process.announce_stop()
+        elif limits.in_session():  # the handler raises KeyboardInterrupt
+            return
         elif number == signal.SIGINT and now - self._stop_time > parent.ECHO:
             # The handler ends at once, if the main thread comes to it.
             self._stop_request = number, now + TICK
