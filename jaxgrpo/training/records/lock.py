@@ -19,7 +19,7 @@ from pathlib import Path
 
 import jax
 
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.data import mirror, storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.rollout.exchange import gather_json
@@ -87,10 +87,11 @@ def refuse_unshared(place: Place, folder: Path, descriptor: int | None) -> None:
     if descriptor is not None:
         with contextlib.suppress(OSError):  # a file system that cannot flush it
             os.fsync(descriptor)
-    where, holder = process.broadcast(lambda: [str(place), _read_holder(place, folder)])
-    over = time.monotonic() + VISIBLE
-    while not (sees := _read_holder(place, folder) == holder) and time.monotonic() < over:
-        time.sleep(1.0)
+    where, holder = process.broadcast(lambda: [str(place), _read_holder(place, descriptor)])
+    over, sees = time.monotonic() + VISIBLE, descriptor is not None
+    while not sees and time.monotonic() < over:
+        if not (sees := _sees(place, folder, holder)):
+            time.sleep(1.0)
     blind = [str(number) for number, sees in enumerate(gather_json(sees)) if not sees]
     if blind:
         raise InputError(
@@ -100,14 +101,27 @@ def refuse_unshared(place: Place, folder: Path, descriptor: int | None) -> None:
         )
 
 
-def _read_holder(place: Place, folder: Path) -> str:
-    """Who holds a run, as its lock says; empty where there is none, or it cannot be read."""
-    with contextlib.suppress(OSError):
-        if not storage.is_url(place):
-            return (folder / LOCK).read_text("utf-8", "replace").strip()
+def _read_holder(place: Place, descriptor: int | None) -> str:
+    """What the lock that this process has taken says of it. Raises: InputError."""
+    assert descriptor is not None
+    if not storage.is_url(place):
+        return os.pread(descriptor, 200, 0).decode("utf-8", "replace")
+    with refusing(f"run.dir = {place} cannot be read ({{reason}})", OSError):
         claim = mirror.read_lock(os.fspath(place))
-        return claim["id"] if claim else ""
-    return ""
+    return claim["id"] if claim else ""
+
+
+def _sees(place: Place, folder: Path, holder: str) -> bool:
+    """Whether this process finds the lock that another one has taken."""
+    try:
+        if storage.is_url(place):
+            claim = mirror.read_lock(os.fspath(place))
+            return claim is not None and claim["id"] == holder
+        return (folder / LOCK).read_text("utf-8", "replace") == holder
+    except FileNotFoundError:
+        return False
+    except OSError:  # some file systems let nobody else read what is locked
+        return os.path.lexists(folder / LOCK)
 
 
 def _try_lock(lock: int) -> bool:
