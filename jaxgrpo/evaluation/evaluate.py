@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from jaxgrpo.config.keys import EvalKeys
 from jaxgrpo.core import records
-from jaxgrpo.core.types import Params
+from jaxgrpo.core.types import Params, Rollouts
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.evaluation import diversity, voting
 from jaxgrpo.evaluation.intervals import bootstrap, mean_of_shares
@@ -360,16 +360,24 @@ def make_batches(
         host = batch.completion_tokens, batch.token_mask, batch.behavior_logp, batch.truncated
         state = TrainerState(global_step=step)
         scores, _ = judge.rollouts(rows, host[0], host[1], state, dialogue=drawing.dialogue)
-        # Records of experts have numbers for each layer of each token, and nothing here reads them.
-        plain = dataclasses.replace(batch, fields=records.without(batch.fields, ()))
-        again = {} if rescore is None else rescore(params, put_prompts(mesh, plain))
-        arrays = *host, scores[questions.scorer.name], sharding.to_host(again)
+        arrays = *host, scores[questions.scorer.name], _second_pass(rescore, params, mesh, batch)
         arrays = jax.tree.map(lambda x: x[: count - begin], arrays)
         tokens, mask, logp, truncated, scored, rescored = arrays
         texts = [decode_texts(policy.tokenizer, ids) for ids in map(completion_ids, tokens, mask)]
         return Answers(tokens, mask, logp, truncated, scored, texts, rescored)
 
     return Batches(size, ask)
+
+
+def _second_pass(
+    rescore: Rescore | None, params: Params, mesh: Mesh, batch: Rollouts
+) -> dict[str, np.ndarray]:
+    """What rescoring gives for a batch, on the host; nothing without it."""
+    if rescore is None:
+        return {}
+    # Records of experts have numbers for each layer of each token, and nothing here reads them.
+    plain = dataclasses.replace(batch, fields=records.without(batch.fields, ()))
+    return sharding.to_host(rescore(params, put_prompts(mesh, plain)))
 
 
 def batch_size(count: int, most: int, bins: int) -> int:
