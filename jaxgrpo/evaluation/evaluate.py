@@ -358,8 +358,8 @@ def make_batches(
             prompts = dataclasses.replace(prompts, forced_prefix=goal)
         drawing = draw_samples(params, prompts, key, samples)
         batch: Any = drawing.finish()
-        again = {} if rescore is None else _second_pass(rescore, params, mesh, batch)
         arrays = batch.completion_tokens, batch.token_mask, batch.behavior_logp, batch.truncated
+        again = _second_pass(rescore, params, mesh, batch)
         arrays = jax.tree.map(lambda x: x[: count - begin], (rows, *arrays, again))
         judged_rows, tokens, mask, logp, truncated, rescored = arrays
         state, name = TrainerState(global_step=step), questions.scorer.name
@@ -371,9 +371,11 @@ def make_batches(
 
 
 def _second_pass(
-    rescore: Rescore, params: Params, mesh: Mesh, batch: Rollouts
+    rescore: Rescore | None, params: Params, mesh: Mesh, batch: Rollouts
 ) -> dict[str, np.ndarray]:
-    """What rescoring gives for a batch, on the host."""
+    """What rescoring gives for a batch, on the host; nothing without it."""
+    if rescore is None:
+        return {}
     # Records of experts have numbers for each layer of each token, and nothing here reads them.
     plain = dataclasses.replace(batch, fields=records.without(batch.fields, ()))
     return sharding.to_host(rescore(params, put_prompts(mesh, plain)))

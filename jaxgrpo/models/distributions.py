@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 
 from jaxgrpo.core.metrics import accumulate_dtype
 from jaxgrpo.models.logprobs import by_chunks, chunk_and_vocab, is_named, scaled
+from jaxgrpo.models.sharding import highest
 
 LIMIT = 20.0
 """Log ratios of single tokens in `full_kl` are at most this: a reference without any probability
@@ -75,6 +76,7 @@ def likeliest(
     *,
     count: int,
     ids: Int[Array, "D N k"] | None = None,
+    shards: int = 1,
     temperature: float = 1.0,
     logits_per_chunk: int | None = None,
 ) -> Float[Array, "D N 2 K"]:
@@ -84,6 +86,7 @@ def likeliest(
       unembed: hidden [D, n, E] -> logits [D, n, V].
       count: of the tokens, below V; K = count + 1.
       ids: so many tokens to take instead, in this order.
+      shards: devices that the vocabulary is divided over.
       temperature, logits_per_chunk: as in `shortened`.
 
     Returns: [..., 0, :], token ids, the likeliest first, and -1 for all others; [..., 1, :], their
@@ -93,7 +96,7 @@ def likeliest(
 
     def chunk_likeliest(hidden: Array, ids: Array | None = None) -> Array:
         z = scaled(unembed(hidden), temperature)
-        top = jax.lax.top_k(z, count)[1] if ids is None else ids
+        top = highest(z, count, shards)[1] if ids is None else ids
         logp = _shortened(z, top)
         no_token = jnp.full((*top.shape[:-1], 1), -1, top.dtype)
         named = jnp.concatenate([top, no_token], -1).astype(logp.dtype)

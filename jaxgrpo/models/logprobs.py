@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxgrpo.core.metrics import accumulate_dtype
 from jaxgrpo.models.backward import custom_vjp
+from jaxgrpo.models.sharding import highest
 
 LOGITS_PER_CHUNK = 2**20
 TOKENS_PER_CHUNK = 256
@@ -152,6 +153,7 @@ def token_confidence(
     *,
     k: int = LIKELIEST,
     has_text: np.ndarray | None = None,
+    shards: int = 1,
     temperature: float = 1.0,
     logits_per_chunk: int | None = None,
 ) -> Float[Array, "D N"]:
@@ -169,6 +171,7 @@ def token_confidence(
       k: more than V: V, and C = log V + KL(uniform || p).
       has_text: bool [V], the tokens that can be drawn, which alone count: V is their number. None:
         all can.
+      shards: devices that the vocabulary is divided over.
       temperature: of the sampling distribution.
       logits_per_chunk: as in `token_logprobs`.
 
@@ -180,19 +183,19 @@ def token_confidence(
 
     def chunk_confidence(hidden: Array) -> Array:
         return confidence_from_logits(
-            scaled(unembed(jax.lax.stop_gradient(hidden)), temperature), k, has_text
+            scaled(unembed(jax.lax.stop_gradient(hidden)), temperature), k, has_text, shards
         )
 
     return jax.lax.stop_gradient(by_chunks(chunk_confidence, chunk, hidden))
 
 
 def confidence_from_logits(
-    logits: Float[Array, "*B V"], k: int, has_text: np.ndarray | None = None
+    logits: Float[Array, "*B V"], k: int, has_text: np.ndarray | None = None, shards: int = 1
 ) -> Float[Array, "*B"]:
     """`token_confidence` of softmax(logits)."""
     number = logits.shape[-1] if has_text is None else int(has_text.sum())
     if k < number:
-        mean = jax.lax.top_k(logits, k)[0].mean(-1)
+        mean = highest(logits, k, shards)[0].mean(-1)
     elif has_text is None:
         mean = logits.mean(-1)
     else:  # the others have logits so low that no digit of these would be left beside them

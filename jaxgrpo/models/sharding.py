@@ -431,6 +431,27 @@ def _summed(parts: Array, layout: NamedSharding, each_part: bool) -> Array:
     return jax.shard_map(sum_bins, mesh=mesh, in_specs=in_spec, out_specs=out_spec)(parts)
 
 
+def highest(values: Array, most: int, shards: int = 1) -> tuple[Array, Array]:
+    """`jax.lax.top_k` of [*B, V]: of each shard, and then of what these have. By itself it would
+    collect the values. Of equal values those of lower places come first.
+
+    Args:
+      shards: devices that the last dimension is divided over.
+    """
+    if shards == 1:
+        best, ids = jax.lax.top_k(values, most)
+        return best, ids
+    *rows, number = values.shape
+    size = -(-number // shards)
+    behind = [(0, 0)] * len(rows) + [(0, size * shards - number)]
+    divided = jnp.pad(values, behind, constant_values=-jnp.inf).reshape(*rows, shards, size)
+    best, ids = jax.lax.top_k(divided, min(most, size))
+    first = size * jnp.arange(shards, dtype=ids.dtype)
+    ids += jnp.broadcast_to(first[:, None], ids.shape)
+    best, place = jax.lax.top_k(best.reshape(*rows, -1), most)
+    return best, jnp.take_along_axis(ids.reshape(*rows, -1), place, -1)
+
+
 def put(value: Any, sharding: Sharding) -> Array:
     """A host array, the same in every process, as a global array on the mesh."""
     value = np.asarray(value)

@@ -227,6 +227,7 @@ def score(
         elif entry.quantity == "likeliest":
             ids = _named_tokens(micro, flat, entry.named_by) if entry.named_by else None
             sizes: Any = {"count": entry.count, "logits_per_chunk": logits_per_chunk}
+            sizes["shards"] = mesh.shape["tensor"]
             top = likeliest(unembed, hidden, ids=ids, temperature=temperature, **sizes)
             fields[name] = rows(top)
         else:
@@ -279,6 +280,7 @@ def token_values(
             hidden,
             k=numbers[quantity],
             has_text=tokens_with_text(config),
+            shards=settings.mesh.shape["tensor"],
             temperature=temperature,
         )
     return values

@@ -10,6 +10,7 @@ import pytest
 from jaxgrpo.evaluation.voting import trace_confidence
 from jaxgrpo.models.api import NEVER
 from jaxgrpo.models.logprobs import token_confidence
+from jaxgrpo.models.sharding import highest
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -39,6 +40,17 @@ def confidence_by_numpy(logits, k, temperature=1.0):
 def test_token_confidence_is_the_mean_of_the_likeliest_in_any_chunks(logits, k, tokens):
     confidence = likeliest_confidence(logits, k, 0.7, logits_per_chunk=tokens * VOCAB)
     np.testing.assert_allclose(confidence, confidence_by_numpy(logits, k, 0.7), rtol=1e-12)
+
+
+@pytest.mark.parametrize("shards", [3, 4, 25])
+def test_the_likeliest_of_parts_of_the_vocabulary_are_those_of_all(logits, shards):
+    tied = np.round(logits) + 0.0  # zeros of one sign
+    for k in (1, 7, 20):
+        values, ids = highest(jnp.asarray(tied), k, shards)
+        np.testing.assert_array_equal(ids, np.argsort(-tied, axis=-1, kind="stable")[..., :k])
+        np.testing.assert_array_equal(values, -np.sort(-tied, axis=-1)[..., :k])
+    confidence = likeliest_confidence(logits, 7, 0.7, shards=shards)
+    np.testing.assert_allclose(confidence, confidence_by_numpy(logits, 7, 0.7), rtol=1e-12)
 
 
 def test_token_confidence_does_not_see_a_shift_of_the_logits(logits):

@@ -20,6 +20,7 @@ from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.rollout.slots.drawing import block_width
 from jaxgrpo.rollout.slots.driver import SlotEngine
+from jaxgrpo.rollout.stopping import EarlyStop
 
 pytestmark = pytest.mark.slow
 
@@ -37,6 +38,7 @@ DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "min_p": {"temperature": 1.0, "min_p": 0.06},  # at 0.05 a token is 3e-8 nats from the limit
     "ended late": {"temperature": 1.0, "min_completion_tokens": 4},
     "named": {"temperature": 1.0, "top_k": 40, "top_p": 0.9, "support": 40},
+    "confident": {"temperature": 1.0, "early_stop": EarlyStop(confidence=0.0, window=2)},
 }
 
 

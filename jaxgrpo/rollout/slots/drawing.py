@@ -12,6 +12,7 @@ from jax import Array
 
 from jaxgrpo.core.records import NONE
 from jaxgrpo.models.logprobs import is_named
+from jaxgrpo.models.sharding import highest
 
 
 class Distribution(NamedTuple):
@@ -130,25 +131,9 @@ def named_support(
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     logits = truncate(logits / distribution.temperature, *distribution[1:])
-    values, ids = _top(logits, most, shards)
+    values, ids = highest(logits, most, shards)
     ids = jnp.where(values > -jnp.inf, ids, NONE)
     return jnp.where(is_named(ids, logits.shape[-1]), logits, -jnp.inf), ids
-
-
-def _top(logits: Array, most: int, shards: int) -> tuple[Array, Array]:
-    """`jax.lax.top_k`, of each shard and then of what all of them have found: by itself it would
-    collect the logits."""
-    if shards == 1:
-        values, ids = jax.lax.top_k(logits, most)
-        return values, ids
-    *rows, vocab = logits.shape
-    size = -(-vocab // shards)
-    behind = [(0, 0)] * len(rows) + [(0, size * shards - vocab)]
-    divided = jnp.pad(logits, behind, constant_values=-jnp.inf).reshape(*rows, shards, size)
-    values, ids = jax.lax.top_k(divided, min(most, size))
-    ids += size * jnp.arange(shards)[:, None]
-    values, place = jax.lax.top_k(values.reshape(*rows, -1), most)
-    return values, jnp.take_along_axis(ids.reshape(*rows, -1), place, -1)
 
 
 def _likeliest(logits: Array, is_enough: Callable[[Array], Array]) -> Array:
