@@ -75,6 +75,7 @@ def _mixed(match: re.Match[str]) -> str:
 
 
 _SPELLINGS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
+    (r"\\(?:boxed|fbox)\s*(?=\{)", r"\\boxed"),
     (r"(?<![\w)])\u2013(?=[\d.])", "-"),  # an en dash that is a sign, and no range
     (r"(?<![\\A-Za-z])sqrt(?=[\s(\d{A-Za-z])", "√"),
     (r"(?<![\\A-Za-z])cbrt(?=[\s(\d{A-Za-z])", "∛"),
@@ -98,6 +99,7 @@ _ENVIRONMENT = re.compile(
     re.DOTALL,
 )
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
+_CLOSED_BOX = re.compile(r"\\boxed\{.+\}", re.DOTALL)
 _TOKEN = (
     rf"\\[a-zA-Z]+|{_BRACES}|\[\d\]|{_NUMBER}|[-+*/^_=()!π]"
     r"|(?<![A-Za-z])(?<!\d )[A-Za-z](?=[\^_(])|(?<=[\d})])[A-Za-z](?![A-Za-z])"
@@ -106,7 +108,10 @@ _RUN = re.compile(rf"(?:{_TOKEN})(?:\s*(?:{_TOKEN}))*")
 _FORMULA = re.compile(r"\\(?:sqrt|frac|pi|infty|cdot|times|div|pm)|π|[\^_]\{")
 """What makes a run of mathematics more than math-verify reads in a text without LaTeX."""
 
-_CURRENCY = re.compile(r"(?:US)?\\?[$€£¥₹](?=\s?[-\d.\\])|(?<=[\d}])\s?(?:[€£¥₹]|\\\$)")
+_CURRENCY = re.compile(
+    r"(?:(?:US)?\\?[$€£¥₹]|\bRs\b\.?)(?=\s?[-\d.\\])|(?<=[\d}])\s?(?:[€£¥₹]|\\\$)"
+)
+_LEADING = re.compile(r"(?:=|\\(?:approx|simeq)(?![A-Za-z]))\s*")
 _UNIT = re.compile(
     r"(?P<rest>.*[\d})!])(?P<gap>\s*)(?P<first>[A-Za-z]+)\.?(?P<more>(?:[\s/-]+[A-Za-z]+\.?)*)"
     r"(?:\^(?:\d|\{\d\}))?",
@@ -150,14 +155,19 @@ def _spelled(kind: str, letters: str) -> str:
 
 
 def bare(content: str) -> str:
-    r"""Mathematics without what stands around it: currency, units in words, a full stop.
+    r"""Mathematics without what stands around it: `=`, currency, units in words, a full stop.
 
     A text of words alone becomes a `\text{}`: as a product of letters it would equal its anagrams.
 
-    >>> bare("100 dollars"), bare("$5"), bare("no solution"), bare("2, 3 and 5")
-    ('100', '5', '\\text{no solution}', '2, 3 and 5')
+    >>> bare("100 dollars"), bare("$5"), bare(r"\approx 3"), bare("2, 3 and 5")
+    ('100', '5', '3', '2, 3 and 5')
+    >>> bare("no solution")
+    '\\text{no solution}'
     """
-    content = _CURRENCY.sub("", content.strip()).strip()
+    content = content.strip()
+    if leading := _LEADING.match(content):
+        content = content[leading.end() :]
+    content = _CURRENCY.sub("", content).strip()
     content = re.sub(r"(?<=[\w})])\s*\.$", "", content)
     if re.fullmatch("[A-Za-z][A-Za-z' -]*[A-Za-z]", content) and re.search("[A-Za-z]{3}", content):
         return content if _CONNECTING & {*content.split()} else rf"\text{{{content}}}"
@@ -239,7 +249,8 @@ class Grader:
             return None
         if completion is None:
             return self._sstr(reading.values[0], full_prec=False)
-        return float(self._equal(reading.values, self._read(completion, reading.with_units)))
+        answer = self._read(completion, reading.with_units)
+        return float(self._equal(reading.values, answer))
 
     def _parse_gold(self, gold: str) -> Reading | None:
         """A gold answer, if it is read as a whole and equals itself in a box."""
@@ -249,23 +260,32 @@ class Grader:
             is_read = len(values) > 1 and self._equal(values[:1], values[:1])
             return Reading(values, True) if is_read else None
         latex = bare(as_latex(content))
-        values = self._read_box(latex, True)
+        box = rf"\boxed{{{latex}}}"
+        values = self._read_boxes(box, True)
         with_units = not has_variables(values)
-        values = values if with_units else self._read_box(latex, False)
+        values = values if with_units else self._read_boxes(box, False)
         if len(values) < 2 or has_lost(latex, values[-1]):
             return None
         itself = self._read(rf"\boxed{{{content}}}", with_units)
         return Reading(values, with_units) if self._equal(values[:1], itself) else None
 
     def _read(self, text: str, with_units: bool) -> list[Any]:
-        """The answer that a completion gives: sympy's object, and its text."""
-        kinds = (self._latex[with_units], self._words)
-        return self._parse(marked(text), extraction_config=kinds, parsing_timeout=None)
+        """The answer that a completion gives: sympy's object, and its text.
 
-    def _read_box(self, latex: str, with_units: bool) -> list[Any]:
-        """As `_read`, of nothing but LaTeX: its text alone where the grammar refuses a part."""
+        Where it has boxes, that of the last, or none: what it says besides is no answer.
+        """
+        text = marked(text)
+        if r"\boxed{" in text:
+            return self._read_boxes(text, with_units)
+        kinds = (self._latex[with_units], self._words)
+        return self._parse(text, extraction_config=kinds, parsing_timeout=None)
+
+    def _read_boxes(self, text: str, with_units: bool) -> list[Any]:
+        """As `_read`, of boxes alone: the last one's text where the grammar refuses a part."""
+        if not _CLOSED_BOX.search(text):
+            return []
         return self._parse(
-            rf"\boxed{{{latex}}}",
+            text,
             extraction_config=(self._latex[with_units],),
             extraction_mode="first_match",
             parsing_timeout=None,

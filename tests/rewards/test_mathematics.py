@@ -67,6 +67,19 @@ CASES = [
     (r"\boxed{6}", None, None),
     ([{"role": "assistant", "content": r"\boxed{6}"}], "6", 1),
     (r"\boxed{6}", r"First 2 and then \boxed{6}", 1),
+    # A box that cannot be read, is empty or is cut off: no other number of the text.
+    (r"2+4=6, so 6 cups. \boxed{?? not sure ??}", "6", 0),
+    (r"So 6. \boxed{8 \blah}", "6", 0),
+    (r"\boxed{> 6}", "6", 0),
+    (r"\boxed{\neq 6}", "6", 0),
+    (r"$6$ or 7? \boxed{}", "6", 0),
+    (r"It is 6, so \boxed{7", "6", 0),
+    (r"It is $x = 6$, so \boxed{\frac{1", "6", 0),
+    # Boxes as models write them.
+    (r"\boxed {6}, of 7", "6", 1),
+    (r"\fbox{6}, of 7", "6", 1),
+    (r"$\boxed{6}$, not $7$ or {8}", "6", 1),
+    (r"\[ x = \boxed{6}. \]", "6", 1),
 ]
 
 
@@ -297,6 +310,7 @@ UNEQUAL = {
     "2.5e-7": ["0", r"\boxed{0}", "0.0000003"],
     r"6.6 \times 10^{-34}": [r"\boxed{10^{-34}}", "0"],
     "0": [r"\boxed{0.0000001}"],
+    "2.3": [r"\boxed{2.\overline{3}}"],
     "1 000 000": ["0", "1"],
 }
 UNREAD = [
