@@ -49,7 +49,8 @@ _GROUP = re.compile(_BRACES)
 _PARENTHESES = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
 _NUMBER = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 _ROOT = re.compile(
-    rf"([√∛∜])\s*({_PARENTHESES}|{_BRACES}|{_NUMBER}|\\frac{_BRACES}{_BRACES}|\\[a-z]+|[A-Za-zπ])"
+    rf"([√∛∜])\s*({_PARENTHESES}|{_BRACES}|{_NUMBER}|\\frac{_BRACES}{_BRACES}"
+    rf"|\\sqrt(?:\[\d\])?{_BRACES}|\\(?!sqrt)[a-z]+|[A-Za-zπ])"
 )
 _INDEX = {"√": "", "∛": "[3]", "∜": "[4]"}
 _NAMES = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|log|ln|exp|pi"
@@ -76,12 +77,15 @@ def _mixed(match: re.Match[str]) -> str:
 
 _SPELLINGS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"\\(?:boxed|fbox)\s*(?=\{)", r"\\boxed"),
+    (r"\\varnothing(?![A-Za-z])|\\\{\s+\\\}", r"\\emptyset "),
+    (r"(?<!\\)~(?!=)|\\(?:bf|it|rm)(?![A-Za-z])", " "),
+    (r"(\^\s*(?:\\circ|\{\s*\\circ\s*\}))\s*[CF](?![A-Za-z])", r"\1"),
     (r"(?<![\w)])\u2013(?=[\d.])", "-"),  # an en dash that is a sign, and no range
     (r"(?<![\\A-Za-z])sqrt(?=[\s(\d{A-Za-z])", "√"),
     (r"(?<![\\A-Za-z])cbrt(?=[\s(\d{A-Za-z])", "∛"),
     (rf"(?<![\\A-Za-z])({_NAMES})(?![A-Za-z])", r"\\\1"),
     (r"(?<![\\A-Za-z])(?:[Ii]nfinity|inf)(?![A-Za-z])", r"\\infty "),
-    (r"\^\{(\d+)\}[⁄/]_\{(\d+)\}|(\d+)⁄(\d+)", r"\\frac{\1\3}{\2\4}"),
+    (r"\^\{(\d+)\}[⁄/]_\{(\d+)\}|(?<!\d)(\d+)⁄(\d+)", r"\\frac{\1\3}{\2\4}"),
     (r"(?<=[\w)}])\*\*(?=[\w(){-])", "^"),  # and no bold type
     (r"\^\s*([-+]\s*(?:\d+|[a-z]))", r"^{\1}"),
     (r"(?<=\d)(?:\\[,;:! ]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))", ""),
@@ -117,7 +121,11 @@ _UNIT = re.compile(
     r"(?:\^(?:\d|\{\d\}))?",
     re.DOTALL,
 )
+_WORDS = re.compile(
+    r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf)|mbox)\{(\s*[-+.\d$€£¥][^{}]*)\}"
+)
 _SHORT_UNITS = {"mm", "cm", "dm", "km", "ft", "yd", "mi", "mg", "kg", "ml", "lb", "hr", "mph"}
+_SHORT_UNITS |= {"USD", "EUR", "GBP"}
 _CONNECTING = {"and", "or", "to", "if", "for", "mod", "when", "where", "not"}
 
 
@@ -159,12 +167,14 @@ def bare(content: str) -> str:
 
     A text of words alone becomes a `\text{}`: as a product of letters it would equal its anagrams.
 
-    >>> bare("100 dollars"), bare("$5"), bare(r"\approx 3"), bare("2, 3 and 5")
+    >>> bare("100 dollars"), bare(r"\text{$5}"), bare(r"\approx 3"), bare("2, 3 and 5")
     ('100', '5', '3', '2, 3 and 5')
     >>> bare("no solution")
     '\\text{no solution}'
     """
     content = content.strip()
+    if words := _WORDS.fullmatch(content):
+        content = words[1]
     if leading := _LEADING.match(content):
         content = content[leading.end() :]
     content = _CURRENCY.sub("", content).strip()
@@ -331,7 +341,8 @@ def has_lost(latex: str, text: str) -> bool:
     """
     exponent = re.compile(r"(?<=[A-Za-z}])\^(\d|\{\d\})$")
     digits = [len(re.findall(r"\d", part)) for part in (exponent.sub("", latex), text)]
-    return digits[1] < digits[0] or bool(re.search(r"\d\s+\d", latex))
+    beside = re.search(r"(?<![_\d])\d+\s+\d", latex)  # not in \log_2 8
+    return digits[1] < digits[0] or beside is not None
 
 
 def extra_digits(values: Iterable[Any]) -> int:

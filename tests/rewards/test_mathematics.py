@@ -23,6 +23,7 @@ from jaxgrpo.rewards import (
     preview,
     workers,
 )
+from jaxgrpo.rewards.math_program import as_latex
 from jaxgrpo.rewards.mathematics import NEEDED, PROGRAM
 from jaxgrpo.rewards.workers import GRACE
 
@@ -298,7 +299,15 @@ EQUAL = {
     "no solution": [r"\boxed{\text{No solution}}", r"\boxed{no solution}"],
     "2.5e-7": [r"\boxed{2.5\cdot 10^{-7}}", "0.00000025"],
     "73": ["So it is **73**.", "**Answer:** 73"],
-    "5": ["The volume is 5 m³.", "see note³: it is 5"],
+    "5": [
+        *("The volume is 5 m³.", "see note³: it is 5", r"\boxed{\text{5 apples}}"),
+        *(r"\boxed{5~\mathrm{cm}}", r"\boxed{5°C}", r"\boxed{5^\circ F}", r"\boxed{5 USD}"),
+        *(r"\boxed{\approx 5}", r"\boxed{= 5}", r"\boxed{Rs. 5}", r"\boxed{\mathbf{5}}"),
+        *(r"\boxed{\bf 5}", r"\boxed{~5}"),
+    ],
+    r"\emptyset": [r"\boxed{\varnothing}", r"\boxed{∅}", r"\boxed{\{ \}}"],
+    r"\log_2 8": [r"\boxed{3}", r"\boxed{\log_2 8}"],
+    "√√16": [r"\boxed{2}", r"\boxed{\sqrt{\sqrt{16}}}"],
 }
 UNEQUAL = {
     "2√3": ["2", "3", r"\boxed{\sqrt{3}}"],
@@ -324,6 +333,12 @@ UNREAD = [
     ),
     *(r"5\text{ hours }30\text{ minutes}", r"\le 5 \blah", "7 a.m.", True, [1, 2]),
 ]
+
+
+def test_a_long_run_of_digits_is_read_in_linear_time():
+    began = time.process_time()
+    assert as_latex("1" * 40_000) == "1" * 40_000
+    assert time.process_time() - began < 1
 
 
 @pytest.mark.parametrize(("table", "expected"), [(EQUAL, 1), (UNEQUAL, 0)], ids=["equal", "not"])
