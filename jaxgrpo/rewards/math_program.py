@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 DECIMALS = 6  # in which floats are compared, as in math-verify; more for numbers below 0.01
 PRECISION = 15  # digits in which other numbers are, as in math-verify; more for the same
 GOLDS = 4096  # whose readings are remembered
+LONGEST = 300  # characters between answer tags that are taken for a formula
 
 LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\fbox|\\\(|\\\[|\\begin\{")
 
@@ -109,6 +110,10 @@ _TOKEN = (
     r"|(?<![A-Za-z])(?<!\d )[A-Za-z](?=[\^_(])|(?<=[\d})])[A-Za-z](?![A-Za-z])"
 )
 _RUN = re.compile(rf"(?:{_TOKEN})(?:\s*(?:{_TOKEN}))*")
+_SENTENCE = re.compile(
+    rf"(?<![\\A-Za-z{{])(?!(?:{_NAMES}|and|or)(?![A-Za-z]))[A-Za-z]{{2,}}.*\d", re.DOTALL
+)
+"""A word, and a number behind it."""
 _FORMULA = re.compile(r"\\(?:sqrt|frac|pi|infty|cdot|times|div|pm)|π|[\^_]\{")
 """What makes a run of mathematics more than math-verify reads in a text without LaTeX."""
 
@@ -190,6 +195,23 @@ def bare(content: str) -> str:
     return unit["rest"] if is_unit and not _CONNECTING & {first, *more.split()} else content
 
 
+def in_tags(text: str) -> str:
+    r"""What stands in the last pair of answer tags: as a box, unless it has formulas or is a
+    sentence. Without such a pair, or with nothing in it, the text as it is.
+
+    >>> in_tags("<answer>(1, 2)</answer>."), in_tags("<answer>It is 7</answer>"), in_tags("7")
+    ('\\boxed{(1, 2)}', 'It is 7', '7')
+    """
+    before, closed, _ = text.rpartition("</answer>")
+    _, opened, content = before.rpartition("<answer>")
+    content = content.strip()
+    if not closed or not opened or not content:
+        return text
+    is_prose = LATEX.search(content.replace(r"\begin", "")) or _SENTENCE.search(content)
+    is_box = not is_prose and len(content) <= LONGEST and content.count("{") == content.count("}")
+    return rf"\boxed{{{content}}}" if is_box else content
+
+
 def marked(text: str) -> str:
     r"""A completion whose mathematics is LaTeX, bare, and between signs of mathematics or in boxes.
 
@@ -259,7 +281,7 @@ class Grader:
             return None
         if completion is None:
             return self._sstr(reading.values[0], full_prec=False)
-        answer = self._read(completion, reading.with_units)
+        answer = self._read(in_tags(completion), reading.with_units)
         return float(self._equal(reading.values, answer))
 
     def _parse_gold(self, gold: str) -> Reading | None:

@@ -40,6 +40,7 @@ def score(completions, answers, **options):
     return None
 
 
+COLUMN = r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"
 CASES = [
     (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
     (r"\boxed{0.5}", r"\frac12", 1),
@@ -81,6 +82,21 @@ CASES = [
     (r"\fbox{6}, of 7", "6", 1),
     (r"$\boxed{6}$, not $7$ or {8}", "6", 1),
     (r"\[ x = \boxed{6}. \]", "6", 1),
+    # Tags.
+    ("<answer>6</answer>", "6", 1),
+    ("<think>7</think>\n<answer>\n6\n</answer> of 7", "6", 1),
+    ("<answer>It is 6</answer>", "6", 1),
+    ("<answer>x = 6 cups</answer>", "6", 1),
+    (r"<answer>$\frac{12}{2}$</answer>", "6", 1),
+    (r"\boxed{7} <answer>\boxed{6}</answer>", "6", 1),
+    (r"\boxed{6} <answer></answer>", "6", 1),
+    ("<answer>(1, 2)</answer>", "(1,2)", 1),
+    ("<answer>x^2+1</answer>", "1 + x^2", 1),
+    ("<answer>no solution</answer>", r"\text{no solution}", 1),
+    (f"<answer>{COLUMN}</answer>", COLUMN.replace("pmatrix", "bmatrix"), 1),
+    ("<answer>7</answer>, or 6", "6", 0),
+    ("<answer>ln 6</answer>", "6", 0),
+    ("<answer>2 and 3</answer>", r"\{2, 3\}", 1),
 ]
 
 
