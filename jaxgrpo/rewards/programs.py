@@ -153,13 +153,21 @@ def helper_code(prompt: str, entry_point: str) -> str:
     return ast.unparse(tree)
 
 
-def continues_prompt(program: str, prompt: Any, entry_point: Any) -> bool:
-    """Whether a text without its function is what a model without a chat wrote behind a prompt
-    that is Python, as HumanEval's."""
+def complete_program(program: str, prompt: Any, entry_point: Any) -> str:
+    """A program with what a prompt that is Python, as HumanEval's, gives it.
+
+    A text without the function is what a model without a chat wrote behind the prompt. A program
+    with it may use what the prompt imports and defines besides.
+    """
     if not isinstance(prompt, str) or not isinstance(entry_point, str):
-        return False
+        return program
     definition = re.compile(rf"^[ \t]*def[ \t]+{re.escape(entry_point)}\b", re.M)
-    return bool(definition.search(prompt)) and not definition.search(program)
+    if not definition.search(prompt):
+        return program
+    if not definition.search(program):
+        return prompt + program
+    has_future = "from __future__" in program  # nothing may come before such a line
+    return program if has_future else f"{helper_code(prompt, entry_point)}\n{program}"
 
 
 def is_same_text(printed: str, expected: str) -> bool:

@@ -144,6 +144,7 @@ def test_what_tests_call_is_a_function_of_the_program_though_python_has_the_name
         ("    return math.sqrt(value)\n", HUMAN_EVAL, 1),
         ("```python\ndef root(value):\n    return value**0.5\n```", HUMAN_EVAL, 1),
         ("```python\ndef half(value): return 1\ndef root(value): return 0.0\n```", HUMAN_EVAL, 0),
+        ("```python\ndef root(value): return math.sqrt(half(2 * value))\n```", HUMAN_EVAL, 1),
         ("def sum(first, second): return first + second", BUILT_IN, 1),
         ("def sum(first, second): return first - second", BUILT_IN, 0),
         ("def copy(values): return [*values]", {"test_list": ["assert copy([1]) == [1]"]}, 1),
