@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 DECIMALS = 6  # in which floats are compared, as in math-verify; more for numbers below 0.01
 PRECISION = 15  # digits in which other numbers are, as in math-verify; more for the same
 GOLDS = 4096  # whose readings are remembered
+LONGEST = 300  # characters between answer tags that are taken for a formula
 
 LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\fbox|\\\(|\\\[|\\begin\{")
 
@@ -49,7 +50,8 @@ _GROUP = re.compile(_BRACES)
 _PARENTHESES = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
 _NUMBER = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 _ROOT = re.compile(
-    rf"([√∛∜])\s*({_PARENTHESES}|{_BRACES}|{_NUMBER}|\\frac{_BRACES}{_BRACES}|\\[a-z]+|[A-Za-zπ])"
+    rf"([√∛∜])\s*({_PARENTHESES}|{_BRACES}|{_NUMBER}|\\frac{_BRACES}{_BRACES}"
+    rf"|\\sqrt(?:\[\d\])?{_BRACES}|\\(?!sqrt)[a-z]+|[A-Za-zπ])"
 )
 _INDEX = {"√": "", "∛": "[3]", "∜": "[4]"}
 _NAMES = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|log|ln|exp|pi"
@@ -75,12 +77,16 @@ def _mixed(match: re.Match[str]) -> str:
 
 
 _SPELLINGS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
+    (r"\\(?:boxed|fbox)\s*(?=\{)", r"\\boxed"),
+    (r"\\varnothing(?![A-Za-z])|\\\{\s+\\\}", r"\\emptyset "),
+    (r"(?<!\\)~(?!=)|\\(?:bf|it|rm)(?![A-Za-z])", " "),
+    (r"(\^\s*(?:\\circ|\{\s*\\circ\s*\}))\s*[CF](?![A-Za-z])", r"\1"),
     (r"(?<![\w)])\u2013(?=[\d.])", "-"),  # an en dash that is a sign, and no range
     (r"(?<![\\A-Za-z])sqrt(?=[\s(\d{A-Za-z])", "√"),
     (r"(?<![\\A-Za-z])cbrt(?=[\s(\d{A-Za-z])", "∛"),
     (rf"(?<![\\A-Za-z])({_NAMES})(?![A-Za-z])", r"\\\1"),
     (r"(?<![\\A-Za-z])(?:[Ii]nfinity|inf)(?![A-Za-z])", r"\\infty "),
-    (r"\^\{(\d+)\}[⁄/]_\{(\d+)\}|(\d+)⁄(\d+)", r"\\frac{\1\3}{\2\4}"),
+    (r"\^\{(\d+)\}[⁄/]_\{(\d+)\}|(?<!\d)(\d+)⁄(\d+)", r"\\frac{\1\3}{\2\4}"),
     (r"(?<=[\w)}])\*\*(?=[\w(){-])", "^"),  # and no bold type
     (r"\^\s*([-+]\s*(?:\d+|[a-z]))", r"^{\1}"),
     (r"(?<=\d)(?:\\[,;:! ]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))", ""),
@@ -98,21 +104,33 @@ _ENVIRONMENT = re.compile(
     re.DOTALL,
 )
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
+_CLOSED_BOX = re.compile(r"\\boxed\{.+\}", re.DOTALL)
 _TOKEN = (
     rf"\\[a-zA-Z]+|{_BRACES}|\[\d\]|{_NUMBER}|[-+*/^_=()!π]"
     r"|(?<![A-Za-z])(?<!\d )[A-Za-z](?=[\^_(])|(?<=[\d})])[A-Za-z](?![A-Za-z])"
 )
 _RUN = re.compile(rf"(?:{_TOKEN})(?:\s*(?:{_TOKEN}))*")
+_SENTENCE = re.compile(
+    rf"(?<![\\A-Za-z{{])(?!(?:{_NAMES}|and|or)(?![A-Za-z]))[A-Za-z]{{2,}}.*\d", re.DOTALL
+)
+"""A word, and a number behind it."""
 _FORMULA = re.compile(r"\\(?:sqrt|frac|pi|infty|cdot|times|div|pm)|π|[\^_]\{")
 """What makes a run of mathematics more than math-verify reads in a text without LaTeX."""
 
-_CURRENCY = re.compile(r"(?:US)?\\?[$€£¥₹](?=\s?[-\d.\\])|(?<=[\d}])\s?(?:[€£¥₹]|\\\$)")
+_CURRENCY = re.compile(
+    r"(?:(?:US)?\\?[$€£¥₹]|\bRs\b\.?)(?=\s?[-\d.\\])|(?<=[\d}])\s?(?:[€£¥₹]|\\\$)"
+)
+_LEADING = re.compile(r"(?:=|\\(?:approx|simeq)(?![A-Za-z]))\s*")
 _UNIT = re.compile(
     r"(?P<rest>.*[\d})!])(?P<gap>\s*)(?P<first>[A-Za-z]+)\.?(?P<more>(?:[\s/-]+[A-Za-z]+\.?)*)"
     r"(?:\^(?:\d|\{\d\}))?",
     re.DOTALL,
 )
+_WORDS = re.compile(
+    r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf)|mbox)\{(\s*[-+.\d$€£¥][^{}]*)\}"
+)
 _SHORT_UNITS = {"mm", "cm", "dm", "km", "ft", "yd", "mi", "mg", "kg", "ml", "lb", "hr", "mph"}
+_SHORT_UNITS |= {"USD", "EUR", "GBP"}
 _CONNECTING = {"and", "or", "to", "if", "for", "mod", "when", "where", "not"}
 
 
@@ -150,14 +168,21 @@ def _spelled(kind: str, letters: str) -> str:
 
 
 def bare(content: str) -> str:
-    r"""Mathematics without what stands around it: currency, units in words, a full stop.
+    r"""Mathematics without what stands around it: `=`, currency, units in words, a full stop.
 
     A text of words alone becomes a `\text{}`: as a product of letters it would equal its anagrams.
 
-    >>> bare("100 dollars"), bare("$5"), bare("no solution"), bare("2, 3 and 5")
-    ('100', '5', '\\text{no solution}', '2, 3 and 5')
+    >>> bare("100 dollars"), bare(r"\text{$5}"), bare(r"\approx 3"), bare("2, 3 and 5")
+    ('100', '5', '3', '2, 3 and 5')
+    >>> bare("no solution")
+    '\\text{no solution}'
     """
-    content = _CURRENCY.sub("", content.strip()).strip()
+    content = content.strip()
+    if words := _WORDS.fullmatch(content):
+        content = words[1]
+    if leading := _LEADING.match(content):
+        content = content[leading.end() :]
+    content = _CURRENCY.sub("", content).strip()
     content = re.sub(r"(?<=[\w})])\s*\.$", "", content)
     if re.fullmatch("[A-Za-z][A-Za-z' -]*[A-Za-z]", content) and re.search("[A-Za-z]{3}", content):
         return content if _CONNECTING & {*content.split()} else rf"\text{{{content}}}"
@@ -168,6 +193,23 @@ def bare(content: str) -> str:
     is_word = bool(unit["gap"]) and len(first) > 2 and bool(re.search("[aeiou]", first))
     is_unit = is_word or first in _SHORT_UNITS or first + more == "m/s"
     return unit["rest"] if is_unit and not _CONNECTING & {first, *more.split()} else content
+
+
+def in_tags(text: str) -> str:
+    r"""What stands in the last pair of answer tags: as a box, unless it has formulas or is a
+    sentence. Without such a pair, or with nothing in it, the text as it is.
+
+    >>> in_tags("<answer>(1, 2)</answer>."), in_tags("<answer>It is 7</answer>"), in_tags("7")
+    ('\\boxed{(1, 2)}', 'It is 7', '7')
+    """
+    before, closed, _ = text.rpartition("</answer>")
+    _, opened, content = before.rpartition("<answer>")
+    content = content.strip()
+    if not closed or not opened or not content:
+        return text
+    is_prose = LATEX.search(content.replace(r"\begin", "")) or _SENTENCE.search(content)
+    is_box = not is_prose and len(content) <= LONGEST and content.count("{") == content.count("}")
+    return rf"\boxed{{{content}}}" if is_box else content
 
 
 def marked(text: str) -> str:
@@ -239,7 +281,8 @@ class Grader:
             return None
         if completion is None:
             return self._sstr(reading.values[0], full_prec=False)
-        return float(self._equal(reading.values, self._read(completion, reading.with_units)))
+        answer = self._read(in_tags(completion), reading.with_units)
+        return float(self._equal(reading.values, answer))
 
     def _parse_gold(self, gold: str) -> Reading | None:
         """A gold answer, if it is read as a whole and equals itself in a box."""
@@ -249,23 +292,32 @@ class Grader:
             is_read = len(values) > 1 and self._equal(values[:1], values[:1])
             return Reading(values, True) if is_read else None
         latex = bare(as_latex(content))
-        values = self._read_box(latex, True)
+        box = rf"\boxed{{{latex}}}"
+        values = self._read_boxes(box, True)
         with_units = not has_variables(values)
-        values = values if with_units else self._read_box(latex, False)
+        values = values if with_units else self._read_boxes(box, False)
         if len(values) < 2 or has_lost(latex, values[-1]):
             return None
         itself = self._read(rf"\boxed{{{content}}}", with_units)
         return Reading(values, with_units) if self._equal(values[:1], itself) else None
 
     def _read(self, text: str, with_units: bool) -> list[Any]:
-        """The answer that a completion gives: sympy's object, and its text."""
-        kinds = (self._latex[with_units], self._words)
-        return self._parse(marked(text), extraction_config=kinds, parsing_timeout=None)
+        """The answer that a completion gives: sympy's object, and its text.
 
-    def _read_box(self, latex: str, with_units: bool) -> list[Any]:
-        """As `_read`, of nothing but LaTeX: its text alone where the grammar refuses a part."""
+        Where it has boxes, that of the last, or none: what it says besides is no answer.
+        """
+        text = marked(text)
+        if r"\boxed{" in text:
+            return self._read_boxes(text, with_units)
+        kinds = (self._latex[with_units], self._words)
+        return self._parse(text, extraction_config=kinds, parsing_timeout=None)
+
+    def _read_boxes(self, text: str, with_units: bool) -> list[Any]:
+        """As `_read`, of boxes alone: the last one's text where the grammar refuses a part."""
+        if not _CLOSED_BOX.search(text):
+            return []
         return self._parse(
-            rf"\boxed{{{latex}}}",
+            text,
             extraction_config=(self._latex[with_units],),
             extraction_mode="first_match",
             parsing_timeout=None,
@@ -311,7 +363,8 @@ def has_lost(latex: str, text: str) -> bool:
     """
     exponent = re.compile(r"(?<=[A-Za-z}])\^(\d|\{\d\})$")
     digits = [len(re.findall(r"\d", part)) for part in (exponent.sub("", latex), text)]
-    return digits[1] < digits[0] or bool(re.search(r"\d\s+\d", latex))
+    beside = re.search(r"(?<![_\d])\d+\s+\d", latex)  # not in \log_2 8
+    return digits[1] < digits[0] or beside is not None
 
 
 def extra_digits(values: Iterable[Any]) -> int:

@@ -7,6 +7,7 @@ Python is a part: no inheritance, no `yield` or `del`, few modules, `input()` bu
 from __future__ import annotations
 
 import atexit
+import builtins
 import functools
 import importlib.util
 import time
@@ -26,6 +27,7 @@ PROCESSES = 64  # at the same time; more wait
 DEPTH = 1000  # calls in calls
 CALLS = 1_000_000  # of a program's functions by the tests of a row
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_OVERRIDE = "def {0}(*args, **kwargs):\n    return _program_{0}(*args, **kwargs)\n"
 UNSUPPORTED = ("NotImplementedError", "ModuleNotFoundError")
 
 
@@ -87,19 +89,23 @@ def judge(program: str, tests: Tests, seconds: float, stops: bool) -> Verdict:
             pass
         calls = _Calls(solver, seconds)
         names = {name: functools.partial(calls.call, name) for name in tests.functions}
+        names |= {f"_program_{name}": function for name, function in names.items()}
+        # Monty looks its built-in functions up first.
+        hidden = [name for name in tests.functions if hasattr(builtins, name)]
+        setup = "".join(map(_OVERRIDE.format, hidden)) + tests.setup
         passed = 0
-        for case in (tests.setup, *tests.cases):
+        for number, case in enumerate((setup, *tests.cases)):
             count, error_name = calls.count, ""
             try:
                 judging.feed_run(f"{case}\nNone", external_lookup=names, print_callback=_drop)
             except MontyError as error:
                 error_name = _name(error) or "MontyError"
             # What Monty does not have is missed before a function of the program is called.
-            is_lacking = error_name in UNSUPPORTED or (case is tests.setup and error_name)
+            is_lacking = error_name in UNSUPPORTED or (not number and error_name)
             if is_lacking and calls.count == count:
                 return Verdict(0, total, "broken")
-            passed += case is not tests.setup and not error_name and not calls.problem
-            if calls.problem or (error_name and (stops or case is tests.setup)):
+            passed += number > 0 and not error_name and not calls.problem
+            if calls.problem or (error_name and (stops or not number)):
                 break
     return Verdict(passed, total, calls.problem)
 

@@ -101,7 +101,7 @@ def read_tests(row: Mapping[str, Any]) -> Tests | Pairs:
     if row.get("test") is not None and row.get("entry_point") is not None:
         prompt, entry = row.get("prompt"), row["entry_point"]
         helpers = helper_code(prompt, entry) if isinstance(prompt, str) else ""
-        return make_tests(f"{helpers}\n{row['test']}", [f"check({entry})"])
+        return make_tests(f"{helpers}\n{row['test']}", [f"check({entry})"], str(entry))
     if row.get("inputs") is not None and row.get("outputs") is not None:
         inputs, outputs = (_texts(name, row[name]) for name in ("inputs", "outputs"))
         if len(inputs) != len(outputs):
@@ -113,22 +113,33 @@ def read_tests(row: Mapping[str, Any]) -> Tests | Pairs:
     )
 
 
-def make_tests(setup: str, cases: Sequence[str]) -> Tests:
+def make_tests(setup: str, cases: Sequence[str], entry_point: str = "") -> Tests:
     """Tests whose free names are modules of Python's library, or else functions of the program.
+
+    What tests call is no module, so a program's `copy` is its own. Where no function of the program
+    is left, as in MBPP's `assert sum(10, 15) == 6`, the first that a test calls is one.
+
+    Args:
+      entry_point: a function of the program, whatever it is called.
 
     Raises: InputError on what is not Python.
     """
     try:
-        nodes = [node for code in (setup, *cases) for node in ast.walk(ast.parse(code))]
+        trees = [ast.parse(code) for code in (setup, *cases)]
+        nodes = [node for tree in trees for node in ast.walk(tree)]
     except (SyntaxError, ValueError, RecursionError) as error:
         raise InputError(f"its tests are not Python ({error})") from None
     names = dict.fromkeys(
         node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
     )
-    free = [name for name in names if name not in {*_bound_names(nodes), *dir(builtins)}]
-    modules = [f"import {name}\n" for name in free if name in sys.stdlib_module_names]
-    functions = tuple(name for name in free if name not in sys.stdlib_module_names)
-    return Tests("".join(modules) + setup, tuple(cases), functions)
+    bound, called = _bound_names(nodes), {*_called_names(nodes), entry_point}
+    free = [name for name in names if name not in {*bound, *dir(builtins)} or name == entry_point]
+    functions = [name for name in free if name in called or name not in sys.stdlib_module_names]
+    modules = [f"import {name}\n" for name in free if name not in functions]
+    if not functions:
+        calls = _called_names(node for tree in trees[1:] for node in ast.walk(tree))
+        functions = [name for name in calls if name not in bound][:1]
+    return Tests("".join(modules) + setup, tuple(cases), tuple(functions))
 
 
 def helper_code(prompt: str, entry_point: str) -> str:
@@ -142,13 +153,21 @@ def helper_code(prompt: str, entry_point: str) -> str:
     return ast.unparse(tree)
 
 
-def continues_prompt(program: str, prompt: Any, entry_point: Any) -> bool:
-    """Whether a text without its function is what a model without a chat wrote behind a prompt
-    that is Python, as HumanEval's."""
+def complete_program(program: str, prompt: Any, entry_point: Any) -> str:
+    """A program with what a prompt that is Python, as HumanEval's, gives it.
+
+    A text without the function is what a model without a chat wrote behind the prompt. A program
+    with it may use what the prompt imports and defines besides.
+    """
     if not isinstance(prompt, str) or not isinstance(entry_point, str):
-        return False
+        return program
     definition = re.compile(rf"^[ \t]*def[ \t]+{re.escape(entry_point)}\b", re.M)
-    return bool(definition.search(prompt)) and not definition.search(program)
+    if not definition.search(prompt):
+        return program
+    if not definition.search(program):
+        return prompt + program
+    has_future = "from __future__" in program  # nothing may come before such a line
+    return program if has_future else f"{helper_code(prompt, entry_point)}\n{program}"
 
 
 def is_same_text(printed: str, expected: str) -> bool:
@@ -160,6 +179,12 @@ def is_same_text(printed: str, expected: str) -> bool:
     lines = ([line.rstrip() for line in text.rstrip().split("\n")] for text in (printed, expected))
     first, second = lines
     return first == second
+
+
+def _called_names(nodes: Iterable[ast.AST]) -> dict[str, None]:
+    """The names that code calls, in the order of the nodes."""
+    calls = (node.func for node in nodes if isinstance(node, ast.Call))
+    return dict.fromkeys(function.id for function in calls if isinstance(function, ast.Name))
 
 
 def _bound_names(nodes: Iterable[ast.AST]) -> set[str]:

@@ -19,7 +19,7 @@ from jaxgrpo.rewards.programs import (
     Sandbox,
     Tests,
     Verdict,
-    continues_prompt,
+    complete_program,
     find_program,
     is_same_text,
     read_tests,
@@ -101,9 +101,7 @@ def _read(
         except InputError as error:
             raise RewardError(f"rewards.python: the row of {prompt!r:.80}: {error}") from None
         program = find_program(completion_text(completion))
-        if continues_prompt(program, prompt, row.get("entry_point")):
-            program = prompt + program
-        questions.append((program, tests))
+        questions.append((complete_program(program, prompt, row.get("entry_point")), tests))
     return questions
 
 

@@ -23,6 +23,7 @@ from jaxgrpo.rewards import (
     preview,
     workers,
 )
+from jaxgrpo.rewards.math_program import as_latex
 from jaxgrpo.rewards.mathematics import NEEDED, PROGRAM
 from jaxgrpo.rewards.workers import GRACE
 
@@ -39,6 +40,7 @@ def score(completions, answers, **options):
     return None
 
 
+COLUMN = r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"
 CASES = [
     (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
     (r"\boxed{0.5}", r"\frac12", 1),
@@ -67,6 +69,34 @@ CASES = [
     (r"\boxed{6}", None, None),
     ([{"role": "assistant", "content": r"\boxed{6}"}], "6", 1),
     (r"\boxed{6}", r"First 2 and then \boxed{6}", 1),
+    # A box that cannot be read, is empty or is cut off: no other number of the text.
+    (r"2+4=6, so 6 cups. \boxed{?? not sure ??}", "6", 0),
+    (r"So 6. \boxed{8 \blah}", "6", 0),
+    (r"\boxed{> 6}", "6", 0),
+    (r"\boxed{\neq 6}", "6", 0),
+    (r"$6$ or 7? \boxed{}", "6", 0),
+    (r"It is 6, so \boxed{7", "6", 0),
+    (r"It is $x = 6$, so \boxed{\frac{1", "6", 0),
+    # Boxes as models write them.
+    (r"\boxed {6}, of 7", "6", 1),
+    (r"\fbox{6}, of 7", "6", 1),
+    (r"$\boxed{6}$, not $7$ or {8}", "6", 1),
+    (r"\[ x = \boxed{6}. \]", "6", 1),
+    # Tags.
+    ("<answer>6</answer>", "6", 1),
+    ("<think>7</think>\n<answer>\n6\n</answer> of 7", "6", 1),
+    ("<answer>It is 6</answer>", "6", 1),
+    ("<answer>x = 6 cups</answer>", "6", 1),
+    (r"<answer>$\frac{12}{2}$</answer>", "6", 1),
+    (r"\boxed{7} <answer>\boxed{6}</answer>", "6", 1),
+    (r"\boxed{6} <answer></answer>", "6", 1),
+    ("<answer>(1, 2)</answer>", "(1,2)", 1),
+    ("<answer>x^2+1</answer>", "1 + x^2", 1),
+    ("<answer>no solution</answer>", r"\text{no solution}", 1),
+    (f"<answer>{COLUMN}</answer>", COLUMN.replace("pmatrix", "bmatrix"), 1),
+    ("<answer>7</answer>, or 6", "6", 0),
+    ("<answer>ln 6</answer>", "6", 0),
+    ("<answer>2 and 3</answer>", r"\{2, 3\}", 1),
 ]
 
 
@@ -285,7 +315,15 @@ EQUAL = {
     "no solution": [r"\boxed{\text{No solution}}", r"\boxed{no solution}"],
     "2.5e-7": [r"\boxed{2.5\cdot 10^{-7}}", "0.00000025"],
     "73": ["So it is **73**.", "**Answer:** 73"],
-    "5": ["The volume is 5 m³.", "see note³: it is 5"],
+    "5": [
+        *("The volume is 5 m³.", "see note³: it is 5", r"\boxed{\text{5 apples}}"),
+        *(r"\boxed{5~\mathrm{cm}}", r"\boxed{5°C}", r"\boxed{5^\circ F}", r"\boxed{5 USD}"),
+        *(r"\boxed{\approx 5}", r"\boxed{= 5}", r"\boxed{Rs. 5}", r"\boxed{\mathbf{5}}"),
+        *(r"\boxed{\bf 5}", r"\boxed{~5}"),
+    ],
+    r"\emptyset": [r"\boxed{\varnothing}", r"\boxed{∅}", r"\boxed{\{ \}}"],
+    r"\log_2 8": [r"\boxed{3}", r"\boxed{\log_2 8}"],
+    "√√16": [r"\boxed{2}", r"\boxed{\sqrt{\sqrt{16}}}"],
 }
 UNEQUAL = {
     "2√3": ["2", "3", r"\boxed{\sqrt{3}}"],
@@ -297,6 +335,7 @@ UNEQUAL = {
     "2.5e-7": ["0", r"\boxed{0}", "0.0000003"],
     r"6.6 \times 10^{-34}": [r"\boxed{10^{-34}}", "0"],
     "0": [r"\boxed{0.0000001}"],
+    "2.3": [r"\boxed{2.\overline{3}}"],
     "1 000 000": ["0", "1"],
 }
 UNREAD = [
@@ -310,6 +349,12 @@ UNREAD = [
     ),
     *(r"5\text{ hours }30\text{ minutes}", r"\le 5 \blah", "7 a.m.", True, [1, 2]),
 ]
+
+
+def test_a_long_run_of_digits_is_read_in_linear_time():
+    began = time.process_time()
+    assert as_latex("1" * 40_000) == "1" * 40_000
+    assert time.process_time() - began < 1
 
 
 @pytest.mark.parametrize(("table", "expected"), [(EQUAL, 1), (UNEQUAL, 0)], ids=["equal", "not"])

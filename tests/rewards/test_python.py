@@ -40,6 +40,7 @@ HUMAN_EVAL = {
     ),
     "entry_point": "root",
 }
+BUILT_IN = {"test_list": ["assert sum(10, 15) == 25", "assert sum(1, 2) == 3"]}
 SUMS = {"inputs": ["1 2\n", "10 20\n"], "outputs": ["3\n", "30\n"]}
 
 
@@ -113,6 +114,21 @@ def test_a_program_that_sleeps_is_stopped(name):
     assert time.monotonic() - began < programs.SLACK + 5
 
 
+@pytest.mark.parametrize(
+    ("case", "functions"),
+    [
+        ("assert set(double([1])) == {2}", ("double",)),
+        ("assert math.isclose(area(2), 4)", ("area",)),
+        ("assert copy([1]) == [1]", ("copy",)),
+        ("assert sum(10, 15) == 6", ("sum",)),
+    ],
+)
+def test_what_tests_call_is_a_function_of_the_program_though_python_has_the_name(case, functions):
+    tests = programs.make_tests("", [case])
+    assert tests.functions == functions
+    assert tests.setup == ("import math\n" if "math" in case else "")
+
+
 @pytest.mark.parametrize("name", SANDBOXES)
 @pytest.mark.parametrize(
     ("completion", "row", "expected"),
@@ -128,6 +144,10 @@ def test_a_program_that_sleeps_is_stopped(name):
         ("    return math.sqrt(value)\n", HUMAN_EVAL, 1),
         ("```python\ndef root(value):\n    return value**0.5\n```", HUMAN_EVAL, 1),
         ("```python\ndef half(value): return 1\ndef root(value): return 0.0\n```", HUMAN_EVAL, 0),
+        ("```python\ndef root(value): return math.sqrt(half(2 * value))\n```", HUMAN_EVAL, 1),
+        ("def sum(first, second): return first + second", BUILT_IN, 1),
+        ("def sum(first, second): return first - second", BUILT_IN, 0),
+        ("def copy(values): return [*values]", {"test_list": ["assert copy([1]) == [1]"]}, 1),
         ("a, b = map(int, input().split())\nprint(a + b)", SUMS, 1),
         ("print(3)", SUMS, 0),
         ("a, b = map(int, input().split())\nprint(a + b)\n1 / 0", SUMS, 0),
