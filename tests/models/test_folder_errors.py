@@ -99,6 +99,8 @@ def test_a_config_that_asks_for_what_is_not_built_is_refused_by_field(copy, fiel
 def test_a_family_that_is_not_built_is_refused_with_the_nearest(copy):
     with pytest.raises(InputError, match="'lfm2' is not built: it needs layers of short conv"):
         find_family("lfm2")
+    with pytest.raises(InputError, match="'mixtral' is not built: Known: arcee, "):
+        find_family("mixtral")
     with pytest.raises(InputError, match=r"model_type = 'lama' is not built: did you mean 'llama'"):
         read_config(copy(model_type="lama"))
 

@@ -103,10 +103,13 @@ def find_family(model_type: Any, source: str = "") -> Family:
         FAMILIES.get(ALIASES.get(model_type, model_type)) if isinstance(model_type, str) else None
     )
     if family is None:
+        from transformers import CONFIG_MAPPING
+
         lacking = LACKING.get(str(model_type))
-        # qwen3_moe is no slip of the pen for qwen3.
+        # qwen3_moe is no slip of the pen for qwen3, nor mixtral for mistral.
         is_kin = any(str(model_type).startswith(f"{name}_") for name in FAMILIES)
-        hint = f"Known: {', '.join(sorted(FAMILIES))}" if is_kin else suggest(model_type, FAMILIES)
+        is_name = is_kin or str(model_type) in CONFIG_MAPPING
+        hint = f"Known: {', '.join(sorted(FAMILIES))}" if is_name else suggest(model_type, FAMILIES)
         hint = f"it needs {lacking}, which no kind of layer has" if lacking else hint
         raise InputError(
             f"{source}: model_type = {model_type!r} is not built: {hint}; "
