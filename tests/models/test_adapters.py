@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -255,6 +256,28 @@ def test_an_adapter_is_no_model_and_is_not_read_from_a_pickle(tmp_path):
     (adapter / adapters.WEIGHTS).write_bytes(b"x")
     with pytest.raises(InputError, match="no readable safetensors file"):
         adapters.read_config(adapter, tiny.UNIFORM)
+
+
+WHOLE_ALPHA = """
+import sys
+import jax
+from jaxgrpo.models import decoder, lora
+from jaxgrpo.models.api import LoraConfig, ModelConfig
+from jaxgrpo.models.hf import adapters
+
+sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "head_dim"), 8)
+sizes |= dict.fromkeys(("num_layers", "num_heads", "num_kv_heads"), 1)
+model = decoder.build(ModelConfig(**sizes, lora=LoraConfig(rank=1, alpha=2)))
+adapters.save(model, lora.init(model, jax.random.key(0)), sys.argv[1])
+"""
+
+
+@pytest.mark.full
+def test_an_adapter_whose_alpha_is_a_whole_number_is_saved(tmp_path, python, environment):
+    """In a process of its own: types are not checked there."""
+    command = [python, "-c", WHOLE_ALPHA, str(tmp_path / "adapter")]
+    subprocess.run(command, check=True, env=environment())
+    assert json.loads((tmp_path / "adapter" / adapters.CONFIG).read_text())["lora_alpha"] == 2
 
 
 @pytest.mark.full

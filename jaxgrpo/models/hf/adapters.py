@@ -225,7 +225,7 @@ def _fields(
     full = wrapped.WRAPPERS.get(json.loads(config.source or "{}").get("model_type"))
     if config.text_only and hf_modules:  # other parts have modules of the same names
         target_modules = IN_TEXT + "({})".format("|".join(map(re.escape, sorted(hf_modules))))
-    alpha = int(settings.alpha) if settings.alpha.is_integer() else settings.alpha
+    alpha = float(settings.alpha)
     return {
         "peft_type": "LORA",
         # By "CAUSAL_LM" PEFT would load the text alone, whose modules have other names.
@@ -234,7 +234,7 @@ def _fields(
         "base_model_name_or_path": base and without_passwords(base),
         "revision": revision,
         "r": settings.rank,
-        "lora_alpha": alpha,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "use_rslora": settings.use_rslora,
         "target_modules": target_modules,
         **({"target_parameters": sorted(parameters)} if parameters else {}),
