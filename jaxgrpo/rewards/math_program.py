@@ -126,9 +126,7 @@ _UNIT = re.compile(
     r"(?:\^(?:\d|\{\d\}))?",
     re.DOTALL,
 )
-_WORDS = re.compile(
-    r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf)|mbox)\{(\s*[-+.\d$€£¥][^{}]*)\}"
-)
+_WORDS = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf)|mbox)\{(\s*[-+.\d$€£¥][^{}]*)\}")
 _SHORT_UNITS = {"mm", "cm", "dm", "km", "ft", "yd", "mi", "mg", "kg", "ml", "lb", "hr", "mph"}
 _SHORT_UNITS |= {"USD", "EUR", "GBP"}
 _CONNECTING = {"and", "or", "to", "if", "for", "mod", "when", "where", "not"}
