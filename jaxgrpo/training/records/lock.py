@@ -102,7 +102,7 @@ def refuse_unshared(place: Place, folder: Path, descriptor: int | None) -> None:
 
 
 def _read_holder(place: Place, descriptor: int | None) -> str:
-    """What the lock that this process has taken says of it. Raises: InputError."""
+    """What the lock that this process has taken tells about it. Raises: InputError."""
     assert descriptor is not None
     if not storage.is_url(place):
         return os.pread(descriptor, 200, 0).decode("utf-8", "replace")
@@ -120,7 +120,7 @@ def _sees(place: Place, folder: Path, holder: str) -> bool:
         return (folder / LOCK).read_text("utf-8", "replace") == holder
     except FileNotFoundError:
         return False
-    except OSError:  # some file systems let nobody else read what is locked
+    except OSError:  # some file systems let no other host read what is locked
         return os.path.lexists(folder / LOCK)
 
 
