@@ -277,7 +277,7 @@ LINES = {
     "models": 8260,  # with kernels for GPUs, 8 bits, 2,570 of kinds, experts, latents and families
     "rewards": 2455,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2556,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
-    "rollout": 4481,  # with turns, samples that keep their slots, and experts that are recorded
+    "rollout": 4482,  # with turns, samples that keep their slots, and experts that are recorded
     "update": 2461,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
     "config": 2469,  # with tools and environments, other methods by name, scores of several models
     "evaluation": 715,  # with how two judgements agree

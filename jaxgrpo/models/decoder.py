@@ -181,18 +181,22 @@ def to_sample(model: Model, mesh: Mesh) -> Model:
 
 def _exclude_textless(config: ModelConfig, logits: Array) -> Array:
     """Logits [..., V] that are NEVER for tokens without text; as they are where all have some."""
-    has_text = tokens_with_text(config)
+    has_text = tokens_with_text(config.vocab_size, config.without_text)
     if has_text is None:
         return logits
     return jnp.where(jnp.broadcast_to(has_text, logits.shape), logits, NEVER)
 
 
-def tokens_with_text(config: ModelConfig) -> np.ndarray | None:
-    """[V] bool, the tokens that can be drawn; None: all can."""
-    if not config.without_text:
+def tokens_with_text(vocab_size: int, without_text: Sequence[tuple[int, int]]) -> np.ndarray | None:
+    """[V] bool, the tokens that can be drawn; None: all can.
+
+    Args:
+      without_text: as of `ModelConfig`.
+    """
+    if not without_text:
         return None
-    has_text = np.ones(config.vocab_size, bool)
-    for begin, end in config.without_text:
+    has_text = np.ones(vocab_size, bool)
+    for begin, end in without_text:
         has_text[begin:end] = False
     return has_text
 

@@ -279,7 +279,7 @@ def token_values(
             unembed,
             hidden,
             k=numbers[quantity],
-            has_text=tokens_with_text(config),
+            has_text=tokens_with_text(config.vocab_size, config.without_text),
             shards=settings.mesh.shape["tensor"],
             temperature=temperature,
         )

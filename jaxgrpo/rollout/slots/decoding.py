@@ -421,7 +421,8 @@ def _written(
 
     if settings.early_stop is not None and samples.confidence is not None:
         scaled = logits.astype(jnp.float32) / temperature(settings, state)
-        has_text, tokens = tokens_with_text(parts.model.config), settings.early_stop.tokens
+        config, tokens = parts.model.config, settings.early_stop.tokens
+        has_text = tokens_with_text(config.vocab_size, config.without_text)
         confidence = confidence_from_logits(scaled, tokens, has_text, parts.vocab_shards)
         confidence = jnp.where(drawn, confidence, 0)
         confidence_sum, unsure = _sum_confidence(
