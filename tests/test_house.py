@@ -279,7 +279,7 @@ LINES = {
     "environments": 2556,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
     "rollout": 4482,  # with turns, samples that keep their slots, and experts that are recorded
     "update": 2461,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
-    "config": 2469,  # with tools and environments, other methods by name, scores of several models
+    "config": 2476,  # with tools and environments, other methods by name, scores of several models
     "evaluation": 715,  # with how two judgements agree
     "training": 8256,  # 127 of it faults around a run; conversations, damaged runs, texts of data
     "planning": 1784,  # 110 of it what compiled programs move, which benchmarks had

@@ -98,7 +98,7 @@ def make_recipe(
 
 def _build_chain(named: Part | Sequence[Part], rewards: Sequence[Reward]) -> AdvantageTransform:
     if not isinstance(named, Mapping):
-        return advantages.build([_load_part(with_weights(step, rewards)) for step in named])
+        return advantages.build(with_weights([*map(_load_part, named)], rewards))
     recipe = _load_part(named)
     use, options = recipe["use"], part_options(recipe)
     if isinstance(use, str):
@@ -122,11 +122,19 @@ def takes_weights(part: Mapping[str, Any]) -> bool:
     return part["use"] in SUMS and part.keys() <= options
 
 
-def with_weights(part: Part, rewards: Sequence[Reward]) -> Part:
-    """A part of a chain; where it `takes_weights`, with those of the rewards."""
-    weights = _weights(rewards)
-    is_even = all(weight == 1 for weight in weights.values())
-    return part if is_even or not takes_weights(part) else {**part, **weights}
+def with_weights(parts: Sequence[Part], rewards: Sequence[Reward]) -> list[Part]:
+    """The parts of a chain; those that `takes_weights`, with the weights of the rewards. A stream
+    that an earlier part adds weighs 1."""
+    weights, weighed = _weights(rewards), list[Part]()
+    if all(weight == 1 for weight in weights.values()):
+        return [*parts]
+    for part in parts:
+        if takes_weights(part):
+            steps = advantages.build(weighed).steps if weighed else ()
+            added = (name for _, step in steps for name in step.provides)
+            part = {**part, **dict.fromkeys(added, 1.0), **weights}
+        weighed.append(part)
+    return weighed
 
 
 def trace_chain(

@@ -7,6 +7,7 @@ import re
 from decimal import Decimal
 
 import minimal_config
+import numpy as np
 import pytest
 import small_run
 
@@ -155,6 +156,15 @@ def test_a_sum_in_a_chain_that_names_no_weights_takes_those_of_the_rewards(use, 
     even = [reward._replace(weight=1.0) for reward in rewards]
     chain = methods.make_recipe([{"use": use}], even)
     assert advantages.evaluate(chain, scores)[0].tolist() == [[1.0, 1.0]]
+
+
+def test_a_stream_that_a_part_adds_weighs_1_beside_weighed_rewards():
+    rewards = [Reward("right", zeros), Reward("short", zeros, weight=0.5)]
+    parts = [{"use": "score_mean"}, {"use": "sum_rewards"}]
+    chain = methods.make_recipe(parts, rewards)
+    scores = {"right": [[0.0, 1.0]], "short": [[1.0, 0.0]]}
+    tokens = {"token_mask": np.ones((1, 2, 1), bool), "token_entropy": np.array([[[2.0], [4.0]]])}
+    assert advantages.evaluate(chain, scores, **tokens)[0].tolist() == [[2.5, 5.0]]
 
 
 def test_dvao_in_a_chain_takes_the_weights_of_the_rewards_beside_eps():
