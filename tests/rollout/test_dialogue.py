@@ -333,10 +333,12 @@ def test_a_prompt_that_is_there_twice_is_answered_where_its_first_place_is_judge
     assert places == [0, 1, 2]
 
 
-def test_samples_of_a_prompt_that_begin_with_different_tokens_are_refused():
+def test_samples_of_a_prompt_that_begin_with_different_tokens_are_refused(monkeypatch):
     """As programs may: the prompt of a group is what is common to its samples."""
     opened = {(0, 0): Opening([1, 2], None), (0, 1): Opening([3, 2], None)}
-    talks: Any = SimpleNamespace(open=lambda *arguments: opened)
+    kind = make_kind(None, {"look": look}, (), lambda: parse, 5.0, "tools")
+    talks = Conversations({"": kind}, chatting.chat(None), [END], [{"prompt": "ab"}])
+    monkeypatch.setattr(talks, "open", lambda *arguments: opened)
     prompts = pad_prompts([np.asarray([1], np.int32)], WIDTH, np.arange(1), np.arange(1), 0)
     dialogue = ThreadedDialogue(talks, Turns(TURNS, LIMIT), STEPS, (1,))
     with pytest.raises(InputError, match=r"row 0: .* another first token in each sample: let"):

@@ -1,14 +1,15 @@
 """Rewards in a run: chosen, called, failing, logging; shown by a dry run."""
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
+import chatting
 import numpy as np
 import pytest
 import small_run
 from judging_program import Letters
 
+from jaxgrpo.config.world import make_world
 from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.models.hf import folders
 from jaxgrpo.planning import preview
@@ -192,6 +193,11 @@ def test_rewards_from_python_may_be_functions_names_and_named(tmp_path):
         def __call__(self, completions):
             return [0.0] * len(completions)
 
+        def reset(self): ...
+
+        def get_reward(self):
+            return 0.0
+
     rewards: list[Any] = [len, "arithmetic", Judge(), f"{OWN}:digits", "length"]
     listed = resolve_rewards(config.rewards, 24, rewards)
     assert [reward.name for reward in listed] == ["len", "arithmetic", "Judge", "digits", "length"]
@@ -203,7 +209,8 @@ def test_rewards_from_python_may_be_functions_names_and_named(tmp_path):
     ]
     with pytest.raises(InputError, match=r"'Judge' stands twice.*rewards=\{name: function\}"):
         resolve_rewards(config.rewards, 24, [Judge(), Judge()])
-    world: Any = SimpleNamespace(rewards=lambda beside: [beside[0]._replace(name="Judge")])
+    stops = list(chatting.stop_tokens("closed"))
+    world = make_world((), {"": Judge}, config.rollout, chatting.chat(), stops)
     with pytest.raises(InputError, match="'Judge' stands twice"):  # an environment's class
         resolve_rewards(config.rewards, 24, [Judge()], world=world)
 
