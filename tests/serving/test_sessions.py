@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
-from typing import Any
 
+import chatting
+
+from jaxgrpo.environments import calls
+from jaxgrpo.environments.serving.dialect import Dialect, Limits
 from jaxgrpo.environments.serving.endpoint import Session, Sessions, is_program
 
 
@@ -31,7 +34,9 @@ def test_a_function_that_asks_for_an_address_is_a_program_and_what_has_one_is_no
 
 def test_the_session_of_a_sample_that_broke_is_there_no_longer_than_the_sample():
     """Its partner is not used again, so nothing would take it out."""
-    dialect: Any = None
+    dialect = Dialect(
+        "policy", chatting.chat(), Limits(8, 8, 8, 1.0, 1.0, 0, 0.0), lambda: calls.hermes, [1]
+    )
     sessions, session = Sessions(), Session(dialect, [1])
     try:
         sessions.open(session)
