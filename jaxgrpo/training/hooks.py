@@ -211,7 +211,7 @@ def write_log(opened: OpenRun) -> Hook:
     return hook
 
 
-def check_on_step(on_step: OnStep | None) -> None:
+def check_on_step(on_step: Any) -> None:
     """Raises: InputError where it takes no step's number and metrics, or is async."""
     called = "it is called with a step's number and its metrics, def on_step(number, metrics)"
     if inspect.iscoroutinefunction(on_step):
