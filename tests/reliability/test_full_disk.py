@@ -21,7 +21,7 @@ from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.training import loop
 from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.processes import process
-from jaxgrpo.training.processes.recovery import Keeper, Progress
+from jaxgrpo.training.processes.recovery import MAX_UNSAVED, Keeper, Progress
 from jaxgrpo.training.records.console import Display
 from jaxgrpo.training.records.folder import RunFolder
 from jaxgrpo.training.records.logbook import TensorBoard
@@ -179,6 +179,20 @@ def test_a_reward_that_fails_behind_a_save_that_failed_has_its_last_step_saved(k
     ):
         raise RewardError("no grader")
     assert keeper.checkpoints.steps() == [5]
+
+
+def test_saves_that_fail_one_by_one_never_end_a_run_and_those_in_a_row_do(keeper):
+    for step in range(1, 5 * (MAX_UNSAVED + 1), 2):  # each is followed by one that succeeds
+        save(keeper, step, is_full=True)
+        save(keeper, step + 1)
+        assert keeper.checkpoints.steps() == [step + 1]
+
+    def save_in_vain() -> None:
+        for step in range(101, 103 + MAX_UNSAVED):
+            save(keeper, step, is_full=True)
+
+    with pytest.raises(process.NotSaved, match="make space and go on"):
+        save_in_vain()
 
 
 def test_a_run_that_diverges_behind_a_save_that_failed_says_so(keeper):

@@ -46,6 +46,7 @@ class Progress:
     started: float = dataclasses.field(default_factory=time.monotonic)
     reported: set[str] = dataclasses.field(default_factory=set)  # rewards whose failure was shown
     unsaved: int = 0  # checkpoints in a row that failed
+    newest: int | None = None  # checkpoint when one was last asked for
     tokens: float = 0.0
     seconds: float = 0.0  # of steps
 
@@ -119,11 +120,13 @@ class Keeper:
           must: wait for it, and end the run where it fails.
         Raises: process.NotSaved.
         """
-        newest_before, checkpoints = self.checkpoints.newest, self.checkpoints
+        progress, checkpoints = self.progress, self.checkpoints
         several = jax.process_count() > 1
         refuse = functools.partial(self.refuse_moved, number)
         problem = _first_error(refuse, checkpoints.wait)  # of the save before this one
-        # That may have failed here alone: the others do not come to a new one, they wait for it.
+        if checkpoints.newest != progress.newest:  # it was complete, perhaps long before this call
+            progress.unsaved, progress.newest = 0, checkpoints.newest
+        # It may have failed here alone: the others do not come to a new one, they wait for it.
         if problem is None or not several:
             save = functools.partial(self._save, number, learner, stream)
             save_error = _first_error(
@@ -134,18 +137,16 @@ class Keeper:
                 *([checkpoints.wait] if must else []),
             )
             problem = save_error or (None if must else problem)
-        if checkpoints.newest != newest_before:
-            self.progress.unsaved = 0
         if problem is None:
             return
-        self.progress.unsaved += 1
+        progress.unsaved += 1
         message = f"step {number}: {describe(problem)}"
-        if must or self.progress.unsaved > MAX_UNSAVED or several:
+        if must or progress.unsaved > MAX_UNSAVED or several:
             _first_error(checkpoints.wait)
             raise process.NotSaved(
                 f"{message}; {remedy(problem)} and go on by --resume auto"
             ) from problem
-        left = MAX_UNSAVED - self.progress.unsaved
+        left = MAX_UNSAVED - progress.unsaved
         self.display.say(
             f"{message}; the run goes on, and ends if this happens {left + 1} times more"
         )
