@@ -195,6 +195,21 @@ def test_saves_that_fail_one_by_one_never_end_a_run_and_those_in_a_row_do(keeper
         save_in_vain()
 
 
+def test_a_reward_that_fails_behind_lines_that_wait_has_them_written_with_its_last_step(keeper):
+    keeper.folder.write_metrics(1, {"reward": 0.5})
+    limit_files(NOTHING // 3)
+    with contextlib.suppress(OSError):
+        keeper.folder.write_metrics(2, {"reward": 1.0})
+    limit_files()
+    with (
+        pytest.raises(process.RewardFailed, match="holds step 2"),
+        keeper.saving(3, small_run_state(2)),
+    ):
+        raise RewardError("no grader")
+    assert [line["step"] for line in small_run.metrics(keeper.folder.path)] == [1, 2]
+    assert keeper.checkpoints.meta(2)["logged"] == keeper.folder.logged()
+
+
 def test_a_run_that_diverges_behind_a_save_that_failed_says_so(keeper):
     save(keeper, 2)
     save(keeper, 4, is_full=True)

@@ -129,13 +129,7 @@ class Keeper:
         # It may have failed here alone: the others do not come to a new one, they wait for it.
         if problem is None or not several:
             save = functools.partial(self._save, number, learner, stream)
-            save_error = _first_error(
-                refuse,
-                self.folder.catch_up,
-                self.folder.publish,
-                save,
-                *([checkpoints.wait] if must else []),
-            )
+            save_error = _first_error(refuse, save, *([checkpoints.wait] if must else []))
             problem = save_error or (None if must else problem)
         if problem is None:
             return
@@ -169,7 +163,13 @@ class Keeper:
             ) from error
 
     def _save(self, number: int, learner: Learner, stream: Stream) -> None:
-        """Begins to save. The save before it has ended."""
+        """Begins to save, once all lines are written and, of a run in a bucket, sent there: nothing
+        is saved in one that another trainer has taken. The save before it has ended.
+
+        Raises: OSError.
+        """
+        self.folder.catch_up()
+        self.folder.publish()
         self._settle_best(number)
         metrics = self.folder.path / "metrics.jsonl"
         if process.is_main() and metrics.exists():
