@@ -108,6 +108,15 @@ class Logbook(Closing):
     def replace_evaluations(self, until: int, lines: Mapping[int, Mapping[str, float]]) -> None:
         """Puts what was evaluated up to a step aside, and writes new evaluations of some steps."""
         self._folder.replace_evaluations(until, lines)
+        self._begin_again(lines)
+
+    def add_evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes an evaluation of a step that was logged without."""
+        self._folder.add_evaluation(step, values)
+        self._begin_again({step: values})
+
+    def _begin_again(self, lines: Mapping[int, Mapping[str, float]]) -> None:
+        """Reads metrics that were rewritten, and tells trackers of the evaluations that are new."""
         if not self._active:
             return
         self._state, self._alarms = alarms.replay(read_metrics(self._folder.path))
