@@ -92,7 +92,7 @@ def open_run(
     say_start(run, display, devices_line, problems, aside_folder)
     stack.enter_context(process.stop_signals(config.run.stop_grace))
     progress, limit = Progress.from_meta(meta), config.train.stop_after_not_finite
-    sources = replay_and_adapters(run.inputs, meta)
+    sources = *replay_and_adapters(run.inputs, meta), gives_objects(setup_options)
     keeper = Keeper(config.source, limit, folder, checkpoints, display, progress, facts, *sources)
     grace, stuck_after = config.run.stop_grace, config.run.stuck_after
     watch = Watchdog(display.under_way, keeper.saved_line, grace, stuck_after)
@@ -225,6 +225,17 @@ def replay_and_adapters(
     pretrained = inputs.pretrained
     adapters = meta.get("lora") or parameters.adapter_identity(pretrained.folder, pretrained.model)
     return bool(inputs.replay), adapters
+
+
+def gives_objects(setup_options: Mapping[str, Any]) -> bool:
+    """Whether a call from Python gives what no config holds, so that no command resumes its run.
+
+    Args:
+      setup_options: of `setup` beside the config.
+    """
+    names = ("rewards", "advantage", "dataset", "environment")
+    has_objects = any(setup_options.get(name) is not None for name in names)
+    return has_objects or bool(setup_options.get("tools"))
 
 
 def restore(run: Setup, checkpoints: Checkpoints, step: int) -> tuple[Learner, Stream]:

@@ -38,6 +38,18 @@ def test_a_run_that_is_to_stop_saves_says_how_to_go_on_and_ends_the_same(
     assert summary(tmp_path / "r")["parameter_hash"] == uninterrupted.summary["parameter_hash"]
 
 
+@pytest.mark.full
+def test_a_stopped_call_with_a_function_is_not_told_to_go_on_by_a_command(tmp_path, monkeypatch):
+    def letters(completions, **columns):
+        return [float(len(text)) for text in completions]
+
+    monkeypatch.setattr(process, "stop_requested", lambda step: step == 1)
+    with pytest.raises(process.StopRequested, match=r'call of jaxgrpo\.train, and resume="auto"$'):
+        loop.train(small_run.config(tmp_path / "r"), rewards=[letters])
+    with pytest.raises(process.StopRequested, match=r"jaxgrpo train '.*/a run/config\.toml' --res"):
+        loop.train(small_run.config(tmp_path / "a run"))
+
+
 @pytest.mark.fault(9)
 @pytest.mark.full
 def test_a_penalty_with_memory_goes_on_bit_for_bit(tmp_path):

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -95,6 +96,7 @@ class Keeper:
     inputs: dict[str, Any]  # fingerprints.input_facts of the run
     replays: bool = False  # saved rollouts
     adapters: dict[str, Any] | None = None  # parameters.adapter_identity of the run
+    has_objects: bool = False  # of Python: `opening.gives_objects`
 
     def saved_line(self) -> str:
         """What of the run is saved, in a line."""
@@ -107,11 +109,13 @@ class Keeper:
         return f"{place} holds {'no step yet' if step is None else f'step {step}'}"
 
     def resume_command(self) -> str:
-        """The command that resumes this run."""
+        """The command that resumes this run, or the call."""
+        if self.has_objects:
+            return 'the same call of jaxgrpo.train, and resume="auto"'
         if self.replays:
             return "the same jaxgrpo replay, and --resume auto"
         source = self.config_file or self.folder.path / "config.toml"
-        return f"jaxgrpo train {source} --resume auto (and the same --set)"
+        return f"jaxgrpo train {shlex.quote(str(source))} --resume auto (and the same --set)"
 
     def save(self, learner: Learner, stream: Stream, number: int, must: bool) -> None:
         """Saves a step; a run of one process goes on without for MAX_UNSAVED times in a row.
@@ -239,7 +243,7 @@ class Keeper:
         if checkpoint is not None:
             where = (
                 f"the last good checkpoint is of step {checkpoint}, `jaxgrpo export "
-                f"{self.folder.place} OUT --step {checkpoint}` writes its model"
+                f"{shlex.quote(str(self.folder.place))} OUT --step {checkpoint}` writes its model"
             )
         raise process.Diverged(
             f"{self.folder.place}: step {number}: {problem}; {where}; begin a new run with a lower "
