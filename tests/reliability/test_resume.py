@@ -11,6 +11,7 @@ import small_run
 from jaxgrpo.cli.main import main
 from jaxgrpo.training import loop
 from jaxgrpo.training.processes import process
+from jaxgrpo.training.records.reading import read_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +37,12 @@ def test_a_run_that_is_to_stop_saves_says_how_to_go_on_and_ends_the_same(
     assert main(["train", str(file), "--resume", "auto"]) == 0
     assert small_run.metrics(tmp_path / "r") == small_run.metrics(uninterrupted.path)
     assert summary(tmp_path / "r")["parameter_hash"] == uninterrupted.summary["parameter_hash"]
+    lines = read_metrics(tmp_path / "r")
+    tokens, seconds = (sum(line[name] for line in lines) for name in ("num_tokens", "time/step"))
+    speed = "time/tokens_per_second"
+    assert summary(tmp_path / "r")[speed] == pytest.approx(tokens / seconds)  # of all steps
+    assert main(["train", str(file), "--resume", "auto"]) == 0
+    assert summary(tmp_path / "r")[speed] == pytest.approx(tokens / seconds)
 
 
 @pytest.mark.full

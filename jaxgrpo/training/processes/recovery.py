@@ -35,21 +35,21 @@ MAX_UNSAVED = 3
 
 @dataclasses.dataclass
 class Progress:
-    """What a run remembers beside learner and stream. Checkpoints hold the first five."""
+    """What a run remembers beside learner and stream. Checkpoints hold the first seven."""
 
     best: tuple[int, float] | None  # step and value
     best_metric: str | None  # the checkpoint.keep_best that it is the best by
     base: dict[str, Any] | None  # "metrics" of the base, and what was "asked" for them
     resets: Resets
     not_finite: int = 0  # steps in a row that computed something that is not finite
+    tokens: float = 0.0  # that were sampled
+    seconds: float = 0.0  # of steps
     # What `best` was before, the worst first.
     earlier_bests: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     started: float = dataclasses.field(default_factory=time.monotonic)
     reported: set[str] = dataclasses.field(default_factory=set)  # rewards whose failure was shown
     unsaved: int = 0  # checkpoints in a row that failed
     newest: int | None = None  # checkpoint when one was last asked for
-    tokens: float = 0.0
-    seconds: float = 0.0  # of steps
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Progress:
@@ -59,7 +59,9 @@ class Progress:
         try:
             best = (int(meta["best"][0]), float(meta["best"][1])) if meta["best"] else None
             resets, not_finite = Resets(**meta["resets"]), int(meta["not_finite"])
-            return cls(best, meta["best_metric"], meta["base"], resets, not_finite)
+            tokens, seconds = (float(meta.get(name, 0.0)) for name in ("tokens", "seconds"))
+            metric, base = meta["best_metric"], meta["base"]
+            return cls(best, metric, base, resets, not_finite, tokens, seconds)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise InputError(
                 f"the meta.json of the checkpoint is not what a run writes ({error}): choose "
@@ -77,7 +79,7 @@ class Progress:
 
     def meta(self) -> dict[str, Any]:
         """What is saved, as JSON values."""
-        names = ("best", "best_metric", "base", "not_finite")
+        names = ("best", "best_metric", "base", "not_finite", "tokens", "seconds")
         saved = {name: getattr(self, name) for name in names}
         resets = self.resets._asdict()
         return {"jaxgrpo": jaxgrpo.__version__, **saved, "resets": resets}
