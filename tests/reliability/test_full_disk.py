@@ -219,6 +219,22 @@ def test_a_run_that_diverges_behind_a_save_that_failed_says_so(keeper):
         keeper.refuse_diverged(5, values)
 
 
+def test_the_last_good_checkpoint_stays_while_nothing_finite_is_computed(keeper):
+    values = {"weights/growth": 1.0, "weights/norm": 1.0, "learning_rate": 0.1}
+    values |= {"skipped_updates/not_finite": 1.0, "sampling/not_finite": 0.0}
+    save(keeper, 4)
+    save(keeper, 5)
+    for step in (6, 7):
+        keeper.refuse_diverged(step, values)
+        save(keeper, step)
+    assert keeper.checkpoints.steps() == [5, 7]
+    with pytest.raises(process.Diverged, match="the last good checkpoint is of step 5"):
+        keeper.refuse_diverged(8, values)
+    keeper.refuse_diverged(8, {**values, "skipped_updates/not_finite": 0.0})
+    save(keeper, 8)
+    assert keeper.checkpoints.steps() == [8]
+
+
 def test_a_file_system_that_is_gone_for_a_while_costs_a_checkpoint(keeper, monkeypatch, capsys):
     """As one in user space whose program has died."""
 

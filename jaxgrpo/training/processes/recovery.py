@@ -177,6 +177,7 @@ class Keeper:
         self.folder.catch_up()
         self.folder.publish()
         self._settle_best(number)
+        self.checkpoints.lasting = self._lasting_steps(number)
         metrics = self.folder.path / "metrics.jsonl"
         if process.is_main() and metrics.exists():
             storage.flush(metrics)  # before a checkpoint that says what is in it
@@ -186,8 +187,8 @@ class Keeper:
         self.checkpoints.save(number, parameters.to_save(learner, stream), meta)
 
     def _settle_best(self, number: int) -> None:
-        """Keeps the checkpoint of the best step. Where that could not be saved, the best one before
-        it stays, and later evaluations are compared with that."""
+        """Where the best step could not be saved, the one before it is the best again, and later
+        evaluations are compared with that."""
         progress, checkpoints = self.progress, self.checkpoints
         best = progress.best
         if best and jax.process_count() == 1:  # several end by a save that fails
@@ -197,7 +198,16 @@ class Keeper:
                 progress.best = progress.earlier_bests.pop() if progress.earlier_bests else None
                 now = f"step {progress.best[0]}" if progress.best else "none"
                 self.display.say(f"step {best[0]}, the best, was not saved; the best is now {now}")
-        checkpoints.best = progress.best[0] if progress.best else None
+
+    def _lasting_steps(self, number: int) -> frozenset[int]:
+        """The checkpoints that stay beside the newest ones: the best, and, while nothing finite is
+        computed, the last good one, which `refuse_diverged` may have to name."""
+        progress = self.progress
+        steps = [] if progress.best is None else [progress.best[0]]
+        if progress.not_finite:
+            last_good_step = number - progress.not_finite
+            steps += [step for step in self.checkpoints.steps() if step <= last_good_step][-1:]
+        return frozenset(steps)
 
     @contextlib.contextmanager
     def saving(self, number: int, before: tuple[Learner, Stream] | None = None) -> Iterator[None]:
