@@ -196,7 +196,8 @@ def affords_report(elapsed: float, spent: float, cost: float) -> bool:
 class _Report:
     """report.html, rewritten during the run within REPORT_SHARE of the time.
 
-    If a report cannot be written the run goes on; the reason is printed once.
+    If a report cannot be written the run goes on; the reason is printed, once until one is written
+    again. Nothing is written into another folder at the place of the run's.
     """
 
     def __init__(self, folder: RunFolder, display: Display):
@@ -211,14 +212,15 @@ class _Report:
             self.write()
 
     def write(self, status: str = UNDER_WAY) -> None:
-        if self._failed:
-            return
         began = time.monotonic()
         try:
-            write_report(self._folder.path, status)
+            if not self._folder.is_moved():
+                write_report(self._folder.path, status)
+            self._failed = False
         except Exception as error:
+            if not self._failed:
+                self._display.say(f"no report: {error}")
             self._failed = True
-            self._display.say(f"no report: {error}")
         self._next = time.monotonic() - began
         self._spent += self._next
 
