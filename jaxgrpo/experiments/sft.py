@@ -266,9 +266,8 @@ def _show(console: Console, run: Setup) -> None:
         run.blueprint.mesh,
         run.learner,
     )
-    copied = parameters.save_copy_bytes(
-        parameters.to_save(run.learner, run.stream), config.checkpoint.every, config.train.steps
-    )
+    saves = parameters.count_saves(config.checkpoint, config.eval.every, config.train.steps)
+    copied = parameters.save_copy_bytes(parameters.to_save(run.learner, run.stream), saves)
     process_bytes = memory.process_bytes(pretrained.mesh, copied)
     usage = run.memory._replace(update=update_bytes, process=process_bytes)
     prompt, answer = (

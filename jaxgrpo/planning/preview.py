@@ -51,10 +51,9 @@ def dry_run(config: Config, resume: bool = False) -> None:
     geometry, slots = run.blueprint.geometry, run.blueprint.sampling.slots
     needed = run.memory
     needed = needed._replace(update=_update_bytes(run, compiles=mesh is None))
+    saves = parameters.count_saves(config.checkpoint, config.eval.every, config.train.steps)
     if mesh is None:
-        copied = parameters.save_copy_bytes(
-            parameters.to_save(run.learner, run.stream), config.checkpoint.every, config.train.steps
-        )
+        copied = parameters.save_copy_bytes(parameters.to_save(run.learner, run.stream), saves)
         needed = needed._replace(process=memory.process_bytes(pretrained.mesh, copied))
     unread = families.unread(pretrained.model.config)
     facts(
@@ -68,9 +67,7 @@ def dry_run(config: Config, resume: bool = False) -> None:
             **({} if mesh is None else {"  planned": _not_built(mesh)}),
             "parameters": _parameters(run),
             **needed.lines(memory.device_bytes(pretrained.mesh)),
-            "disk": disk_line(
-                config.checkpoint, config.train.steps, config.run.dir, run.learner, run.stream
-            ),
+            "disk": disk_line(config.checkpoint, saves, config.run.dir, run.learner, run.stream),
             **_sizes(config.rollout, config.train, geometry, slots),
             **attention_lines(run.blueprint.kernel, run.blueprint.teachers, run.engine),
             "data": f"{len(prompts.rows)} rows, {config.train.steps} steps draw "
@@ -121,15 +118,17 @@ def _parameters(run: setup.Setup) -> str:
 
 
 def disk_line(
-    checkpoint: CheckpointKeys, steps: int, folder: str, learner: Learner, stream: Stream
+    checkpoint: CheckpointKeys, saves: int, folder: str, learner: Learner, stream: Stream
 ) -> str:
     """What a run writes at the most, but for its logs, and what the disk has free.
 
     A checkpoint holds what is trained, the optimizer's moments and the method's other policies. One
     more than `checkpoint.keep` lies there while the next is written, and the best one.
+
+    Args:
+      saves: `parameters.count_saves` of the run.
     """
     step = _bytes(parameters.to_save(learner, stream))
-    saves = -(-steps // checkpoint.every)
     count = min(checkpoint.keep + 1 + (checkpoint.keep_best is not None), saves)
     model_bytes = _bytes(learner.trainable)
     if WEIGHTS in learner.frozen:  # merged, beside the adapters

@@ -41,6 +41,7 @@ def in_session() -> bool:
 
 
 _calls: list[Running] = []
+_newest_change = 0.0
 _left: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
@@ -52,11 +53,22 @@ def running() -> Running | None:
 @contextlib.contextmanager
 def during(name: str, timeout: float | None = None) -> Iterator[None]:
     """Within it, this reward is `running`."""
-    _calls.append(Running(name, time.monotonic(), timeout))
+    global _newest_change
+    _newest_change = time.monotonic()
+    _calls.append(Running(name, _newest_change, timeout))
     try:
         yield
     finally:
         _calls.pop()
+        _newest_change = time.monotonic()
+
+
+def newest_change() -> float:
+    """The time.monotonic() at which a call of a reward began or ended last; 0: there was none.
+
+    A call may be over before anybody asks what is `running`.
+    """
+    return _newest_change
 
 
 def leave(earlier_threads: Set[threading.Thread]) -> None:

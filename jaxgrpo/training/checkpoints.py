@@ -100,7 +100,7 @@ class Checkpoints(Closing):
         self._pending: Future[None] | None = None
         self.newest: int | None = None  # what this object saved or restored last
         self._checked_step: int | None = None  # what `choose` returned: `restore` trusts it
-        self.best: int | None = None  # a step that stays beside the newest ones
+        self.lasting: frozenset[int] = frozenset()  # steps that stay beside the newest ones
 
     def close(self) -> None:
         """Waits for the save under way, then lets go of the threads."""
@@ -173,7 +173,7 @@ class Checkpoints(Closing):
             self._begin(home, text, leaves)
         except Exception as error:
             raise self._not_saved(home, error) from error
-        self._pending = self._thread.submit(self._finish, step, self.best)
+        self._pending = self._thread.submit(self._finish, step, self.lasting)
 
     def _begin(self, home: Place, text: str, leaves: Mapping[str, Any]) -> None:
         """Writes meta.json, and returns when Orbax has taken copies of the arrays."""
@@ -269,7 +269,7 @@ class Checkpoints(Closing):
                 "go on with that run by --resume auto, or set run.dir to another folder"
             )
 
-    def _finish(self, step: int, best: int | None) -> None:
+    def _finish(self, step: int, lasting: frozenset[int]) -> None:
         """In the background: waits for Orbax, writes the manifest, removes old steps."""
         home = self.folder / str(step)
         try:
@@ -284,13 +284,13 @@ class Checkpoints(Closing):
             raise self._not_saved(home, error) from error
         self.newest = step
         if jax.process_index() == 0:
-            self._remove_older(best)
+            self._remove_older(lasting)
 
-    def _remove_older(self, best: int | None) -> None:
+    def _remove_older(self, lasting: frozenset[int]) -> None:
         """A step that cannot be removed is said; the save before it has not failed."""
         try:
             for step in reversed(self.steps()[: -self.keep]):  # one that stays stops no newer one
-                if step != best:
+                if step not in lasting:
                     self._remove(step)
         except Exception as error:  # of a bucket too
             logger.warning("older steps stay in %s: %s", self.folder, one_line(error))

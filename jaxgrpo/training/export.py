@@ -171,18 +171,29 @@ def _number(
     if step == "last":
         return None
     if step == "best":
-        metric, newest = keep_best or "", checkpoints.latest()
-        best = Progress.from_meta({} if newest is None else checkpoints.meta(newest)).best
-        if best:
-            return best[0]
-        lines = [line for line in read_metrics(folder) if line["step"] > 0]
-        measured_lines = [line for line in lines if is_number(line.get(metric))]
-        if not measured_lines:
-            raise InputError(
-                f"{folder}: no best step was kept; set checkpoint.keep_best before training, "
-                "or name a step"
-            )
-        return max(measured_lines, key=lambda line: (line[metric], -line["step"]))["step"]
+        return _best_step(folder, keep_best or "", checkpoints)
     if isinstance(step, int) or step.isdecimal():
         return int(step)
     raise InputError(f"--step {step}: use last, best or a number of steps")
+
+
+def _best_step(folder: Place, metric: str, checkpoints: Checkpoints) -> int:
+    """The best step by a metric, as the newest intact checkpoint says. That step itself may be
+    better, where a later start has evaluated it; where the checkpoint knows no best one by this
+    metric and on these questions, metrics.jsonl says it. Raises: InputError where there is none.
+    """
+    newest = None if checkpoints.latest() is None else checkpoints.choose()
+    progress = Progress.from_meta({} if newest is None else checkpoints.meta(newest))
+    lines, base = read_metrics(folder), progress.base
+    measured = [line for line in lines if line["step"] > 0 and is_number(line.get(metric))]
+    values = {line["step"]: line[metric] for line in measured}
+    asks_others = lines and base and evaluation_metrics(lines[0]) != base["metrics"]
+    if progress.best and progress.best_metric == metric and not asks_others:
+        best_step, value = progress.best
+        values = {best_step: value} | {n: values[n] for n in values if n == newest}
+    if not values:
+        raise InputError(
+            f"{folder}: no best step was kept; set checkpoint.keep_best before training, "
+            "or name a step"
+        )
+    return max(values, key=lambda number: (values[number], -number))

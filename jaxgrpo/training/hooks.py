@@ -303,7 +303,9 @@ class Evaluations:
         saved_facts, metrics = saved_base["asked"], saved_base["metrics"]
         logged = plain(metrics)
         # A start with other questions may have been killed before it saved a step.
-        if process.broadcast(lambda: saved_facts == facts and opened.folder.base() == logged):
+        if process.broadcast(
+            lambda: saved_facts == facts and opened.folder.evaluation(0) == logged
+        ):
             return
         if step == 0:
             values = self.measure(run.params_to_evaluate(learner), 0)
@@ -313,11 +315,21 @@ class Evaluations:
             self._say_changed(saved_facts, facts, step)
             progress.forget_best()
             values = self.measure(policy_for_run(run).read_params(), 0)
-            lines = {0: values}
-            if step == run.config.train.steps:
-                lines[step] = self.measure(run.params_to_evaluate(learner), step)
-            opened.log.replace_evaluations(step, lines)
+            opened.log.replace_evaluations(step, {0: values})
         progress.base = {"asked": facts, "metrics": plain(evaluation_metrics(values))}
+
+    def evaluate_last(self, learner: Learner, step: int) -> None:
+        """Evaluates the policy of a start that takes no step, where its step was logged without: it
+        was not the last one then, as train.steps was more, or something else is asked now.
+
+        Args:
+          step: finished steps.
+        """
+        opened, run = self.opened, self.opened.run
+        is_over = step >= run.config.train.steps
+        if is_over and not process.broadcast(lambda: opened.folder.evaluation(step)):
+            values = self.measure(run.params_to_evaluate(learner), step)
+            opened.log.add_evaluation(step, values)
 
     def _say_changed(self, saved_facts: dict[str, Any], facts: dict[str, Any], step: int) -> None:
         """Says why the base is evaluated again.

@@ -166,6 +166,7 @@ def take(
         hooks = make_hooks(opened, evaluations, on_step)
         if evaluations is not None:
             evaluations.evaluate_base(run.learner, opened.finished_steps)
+            evaluations.evaluate_last(run.learner, opened.finished_steps)
         learner, stream = run.learner, run.stream
         for number in range(opened.finished_steps + 1, last + 1):
             # The first step compiles.

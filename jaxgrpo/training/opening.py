@@ -24,7 +24,7 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config import methods
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError, refusing
-from jaxgrpo.core.types import Learner, Stream
+from jaxgrpo.core.types import Learner, Stream, Waiting
 from jaxgrpo.data.storage import Place
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import families, texts
@@ -92,7 +92,7 @@ def open_run(
     say_start(run, display, devices_line, problems, aside_folder)
     stack.enter_context(process.stop_signals(config.run.stop_grace))
     progress, limit = Progress.from_meta(meta), config.train.stop_after_not_finite
-    sources = replay_and_adapters(run.inputs, meta)
+    sources = *replay_and_adapters(run.inputs, meta), gives_objects(setup_options)
     keeper = Keeper(config.source, limit, folder, checkpoints, display, progress, facts, *sources)
     grace, stuck_after = config.run.stop_grace, config.run.stuck_after
     watch = Watchdog(display.under_way, keeper.saved_line, grace, stuck_after)
@@ -227,14 +227,41 @@ def replay_and_adapters(
     return bool(inputs.replay), adapters
 
 
+def gives_objects(setup_options: Mapping[str, Any]) -> bool:
+    """Whether a call from Python gives what no config holds, so that no command resumes its run.
+
+    Args:
+      setup_options: of `setup` beside the config.
+    """
+    names = ("rewards", "advantage", "dataset", "environment")
+    has_objects = any(setup_options.get(name) is not None for name in names)
+    return has_objects or bool(setup_options.get("tools"))
+
+
 def restore(run: Setup, checkpoints: Checkpoints, step: int) -> tuple[Learner, Stream]:
-    """The learner and the stream that were saved at a step."""
+    """The learner and the stream that were saved at a step.
+
+    Raises: InputError as `Checkpoints.restore`, and as `refuse_missing_rows`.
+    """
     first = parameters.to_save(run.learner, run.stream)
     # The first learner makes room, and keeps its shapes: a device holds one, not two.
     jax.tree.map(lambda leaf: leaf.delete() if isinstance(leaf, jax.Array) else None, first)
     (learner, stream), _ = checkpoints.restore(first, step)
     refuse_other_step(checkpoints.folder, step, int(sharding.to_host(learner.step)))
+    refuse_missing_rows(stream.waiting, len(run.inputs.prompts.rows))
     return parameters.with_weights(learner, run.learner), stream
+
+
+def refuse_missing_rows(waiting: Waiting, num_rows: int) -> None:
+    """Raises: InputError where a group that waits for a step is of a row beyond the last one."""
+    groups = [waiting.leftover, *waiting.ahead]
+    rows = [room.row[room.ordinal >= 0] for room in groups if room is not None]
+    last = max((int(part.max(initial=-1)) for part in rows), default=-1)
+    if last >= num_rows:
+        raise InputError(
+            f"the data have {num_rows} rows, and a group that waits in the checkpoint is of row "
+            f"{last}, counted from 0: put the rows back, or set run.dir to another folder"
+        )
 
 
 def say_start(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxgrpo.config.keys import LoraKeys, ModelKeys, ReferenceKeys
+from jaxgrpo.config.keys import CheckpointKeys, LoraKeys, ModelKeys, ReferenceKeys
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.scores import POLICIES
 from jaxgrpo.core.types import WEIGHTS, Learner, Params, RolloutSpec, Stream
@@ -159,14 +159,32 @@ def to_save(learner: Learner, stream: Stream) -> Saved:
     return Saved(dataclasses.replace(learner, frozen=frozen), stream)
 
 
-def save_copy_bytes(saved: Saved, every: int, steps: int) -> int:
+def count_saves(keys: CheckpointKeys, evaluated_every: int, steps: int) -> int:
+    """The most checkpoints that a run writes if no signal stops it: those of checkpoint.every, that
+    of the last step, and with checkpoint.keep_best those of evaluations, each the best so far.
+
+    Args:
+      evaluated_every, steps: `eval.every` and `train.steps`.
+
+    >>> count_saves(CheckpointKeys(every=50), 10, 100)
+    2
+    >>> count_saves(CheckpointKeys(every=50, keep_best="eval/accuracy"), 20, 100)
+    6
+    """
+    due = {*range(keys.every, steps + 1, keys.every), steps}
+    if keys.keep_best is not None:
+        due.update(range(evaluated_every, steps + 1, evaluated_every))
+    return len(due)
+
+
+def save_copy_bytes(saved: Saved, saves: int) -> int:
     """Bytes of the copy that lies in memory while the next step is taken, until it is written as a
     checkpoint; 0 where only the last step writes one.
 
     Args:
-      every, steps: `checkpoint.every` and `train.steps`.
+      saves: `count_saves` of the run.
     """
-    if every >= steps:
+    if saves == 1:
         return 0
     return sum(leaf.nbytes for leaf in jax.tree.leaves(saved))
 

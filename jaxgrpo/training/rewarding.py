@@ -107,13 +107,18 @@ def resolve_scorer(
     return Reward(own_code.short_name(use), _function(use, {}, max_completion_tokens))
 
 
+LATER = ("step", "learning_rate", "flops", "reference/resets")
+LATER_TABLES = ("time/", "eval/", "atlas/", "goals/")
+"""Names, and beginnings of names, of metrics that a step gets behind those of its update."""
+
+
 def with_logged(values: Mapping[str, float], log: RewardLog) -> dict[str, float]:
-    """A step's metrics and those that rewards logged.
+    """The metrics of an update and those that rewards logged.
 
     Raises: RewardError where a reward logs under a name that the trainer uses.
     """
     logged = log.numbers()
-    clashes = sorted(logged.keys() & (values.keys() | {"step"}))
+    clashes = sorted(n for n in logged if n in values or n in LATER or n.startswith(LATER_TABLES))
     if clashes:
         raise RewardError(
             f"a reward calls log_metric({clashes[0]!r}, ...), the name of a metric of the trainer: "

@@ -83,6 +83,38 @@ def test_the_best_step_is_read_off_numbers_and_a_meta_of_other_kinds_is_refused(
             export._number(saved, "eval/a", "best", checkpoints)
 
 
+def test_the_best_step_is_that_of_the_metric_asked_for_and_of_an_intact_checkpoint(saved):
+    meta = {"best": [1, 0.5], "best_metric": "eval/a", "base": None, "resets": {}, "not_finite": 0}
+    lines = [{"step": 1, "eval/a": 0.5, "eval/b": 0.1}, {"step": 2, "eval/a": 0.9, "eval/b": 0.7}]
+    (saved / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with Checkpoints(saved, keep=4) as checkpoints:
+        checkpoints.restore(small(0))
+        checkpoints.save(4, small(4), meta)
+        checkpoints.save(5, small(5), {**meta, "best": [4, 0.8]})
+        checkpoints.wait()
+
+        def best(metric: str) -> int:
+            return export._number(saved, metric, "best", checkpoints)
+
+        assert best("eval/a") == 4  # step 2 could not be saved
+        assert best("eval/b") == 2
+        with open(saved / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"step": 5, "eval/a": 0.85}) + "\n")
+        assert best("eval/a") == 5  # evaluated by a later start, as train.steps was 5 then
+        text = (saved / "5" / "meta.json").read_text()
+        (saved / "5" / "meta.json").write_text(text.replace("0.8", "9.8"))
+        assert best("eval/a") == 1  # as step 4 says
+        base = {"asked": {}, "metrics": {"a": 0.25}}
+        checkpoints.save(6, small(6), {**meta, "base": base})
+        checkpoints.wait()
+        first, second = (f"{json.dumps({'step': 0, 'eval/a': value})}\n" for value in (0.25, 0.1))
+        text = (saved / "metrics.jsonl").read_text()
+        (saved / "metrics.jsonl").write_text(first + text)
+        assert best("eval/a") == 1
+        (saved / "metrics.jsonl").write_text(second + text)  # evaluated on other questions since
+        assert best("eval/a") == 2
+
+
 @pytest.mark.parametrize("order", [(3, 4), (3, 2), (1, 9)])
 def test_steps_that_were_renamed_are_refused_by_both_numbers(order, saved):
     old, new = (saved / str(step) for step in order)

@@ -21,7 +21,7 @@ from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.training import loop
 from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.processes import process
-from jaxgrpo.training.processes.recovery import Keeper, Progress
+from jaxgrpo.training.processes.recovery import MAX_UNSAVED, Keeper, Progress
 from jaxgrpo.training.records.console import Display
 from jaxgrpo.training.records.folder import RunFolder
 from jaxgrpo.training.records.logbook import TensorBoard
@@ -181,6 +181,35 @@ def test_a_reward_that_fails_behind_a_save_that_failed_has_its_last_step_saved(k
     assert keeper.checkpoints.steps() == [5]
 
 
+def test_saves_that_fail_one_by_one_never_end_a_run_and_those_in_a_row_do(keeper):
+    for step in range(1, 5 * (MAX_UNSAVED + 1), 2):  # each is followed by one that succeeds
+        save(keeper, step, is_full=True)
+        save(keeper, step + 1)
+        assert keeper.checkpoints.steps() == [step + 1]
+
+    def save_in_vain() -> None:
+        for step in range(101, 103 + MAX_UNSAVED):
+            save(keeper, step, is_full=True)
+
+    with pytest.raises(process.NotSaved, match="make space and go on"):
+        save_in_vain()
+
+
+def test_a_reward_that_fails_behind_lines_that_wait_has_them_written_with_its_last_step(keeper):
+    keeper.folder.write_metrics(1, {"reward": 0.5})
+    limit_files(NOTHING // 3)
+    with contextlib.suppress(OSError):
+        keeper.folder.write_metrics(2, {"reward": 1.0})
+    limit_files()
+    with (
+        pytest.raises(process.RewardFailed, match="holds step 2"),
+        keeper.saving(3, small_run_state(2)),
+    ):
+        raise RewardError("no grader")
+    assert [line["step"] for line in small_run.metrics(keeper.folder.path)] == [1, 2]
+    assert keeper.checkpoints.meta(2)["logged"] == keeper.folder.logged()
+
+
 def test_a_run_that_diverges_behind_a_save_that_failed_says_so(keeper):
     save(keeper, 2)
     save(keeper, 4, is_full=True)
@@ -188,6 +217,22 @@ def test_a_run_that_diverges_behind_a_save_that_failed_says_so(keeper):
     values |= {"skipped_updates/not_finite": 0.0, "sampling/not_finite": 0.0}
     with pytest.raises(process.Diverged, match="the last good checkpoint is of step 2"):
         keeper.refuse_diverged(5, values)
+
+
+def test_the_last_good_checkpoint_stays_while_nothing_finite_is_computed(keeper):
+    values = {"weights/growth": 1.0, "weights/norm": 1.0, "learning_rate": 0.1}
+    values |= {"skipped_updates/not_finite": 1.0, "sampling/not_finite": 0.0}
+    save(keeper, 4)
+    save(keeper, 5)
+    for step in (6, 7):
+        keeper.refuse_diverged(step, values)
+        save(keeper, step)
+    assert keeper.checkpoints.steps() == [5, 7]
+    with pytest.raises(process.Diverged, match="the last good checkpoint is of step 5"):
+        keeper.refuse_diverged(8, values)
+    keeper.refuse_diverged(8, {**values, "skipped_updates/not_finite": 0.0})
+    save(keeper, 8)
+    assert keeper.checkpoints.steps() == [8]
 
 
 def test_a_file_system_that_is_gone_for_a_while_costs_a_checkpoint(keeper, monkeypatch, capsys):

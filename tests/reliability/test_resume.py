@@ -11,6 +11,7 @@ import small_run
 from jaxgrpo.cli.main import main
 from jaxgrpo.training import loop
 from jaxgrpo.training.processes import process
+from jaxgrpo.training.records.reading import read_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +37,24 @@ def test_a_run_that_is_to_stop_saves_says_how_to_go_on_and_ends_the_same(
     assert main(["train", str(file), "--resume", "auto"]) == 0
     assert small_run.metrics(tmp_path / "r") == small_run.metrics(uninterrupted.path)
     assert summary(tmp_path / "r")["parameter_hash"] == uninterrupted.summary["parameter_hash"]
+    lines = read_metrics(tmp_path / "r")
+    tokens, seconds = (sum(line[name] for line in lines) for name in ("num_tokens", "time/step"))
+    speed = "time/tokens_per_second"
+    assert summary(tmp_path / "r")[speed] == pytest.approx(tokens / seconds)  # of all steps
+    assert main(["train", str(file), "--resume", "auto"]) == 0
+    assert summary(tmp_path / "r")[speed] == pytest.approx(tokens / seconds)
+
+
+@pytest.mark.full
+def test_a_stopped_call_with_a_function_is_not_told_to_go_on_by_a_command(tmp_path, monkeypatch):
+    def letters(completions, **columns):
+        return [float(len(text)) for text in completions]
+
+    monkeypatch.setattr(process, "stop_requested", lambda step: step == 1)
+    with pytest.raises(process.StopRequested, match=r'call of jaxgrpo\.train, and resume="auto"$'):
+        loop.train(small_run.config(tmp_path / "r"), rewards=[letters])
+    with pytest.raises(process.StopRequested, match=r"jaxgrpo train '.*/a run/config\.toml' --res"):
+        loop.train(small_run.config(tmp_path / "a run"))
 
 
 @pytest.mark.fault(9)

@@ -34,6 +34,8 @@ from jaxgrpo.rewards import Reward, call_rewards
 from jaxgrpo.training.processes import process, watchdog
 
 def judge(completions):
+    if "busy" in sys.argv:
+        return [0.0]
     if "deaf" in sys.argv:  # other threads get the signal, and no call of this one ends by it
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     print("hangs", flush=True)
@@ -49,6 +51,9 @@ def command():
         with watchdog.Watchdog(lambda *_: None, lambda: "r holds step 1", grace, stuck) as watch:
             for step in (1, 2):
                 watch.phase(f"step {step}: reward")
+                for _ in range(12 * ("busy" in sys.argv)):  # each call is over before a look
+                    call_rewards([Reward("judge", judge)], ["p"], ["c"], [[1]], {})
+                    time.sleep(0.2)
                 if step == 2 and "waits" not in sys.argv:
                     call_rewards([Reward("judge", judge)], ["p"], ["c"], [[1]], {})
                 if step == 2:
@@ -98,6 +103,12 @@ def test_a_stuck_run_ends_with_its_phase_its_reward_and_its_stacks(begin, how, c
     if how == "sleeps":
         assert "no progress for run.stuck_after = 1 s: step 2: reward (judge)" in errors
     assert code in process.EXIT_CODES
+
+
+@pytest.mark.slow
+def test_short_calls_of_rewards_are_progress_however_long_their_phase_is(begin):
+    ended, errors = end(begin("60", "1", "busy"))
+    assert ended == 0, errors
 
 
 @pytest.mark.slow

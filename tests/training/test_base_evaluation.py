@@ -16,6 +16,7 @@ from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training import loop
 from jaxgrpo.training.fingerprints import evaluation_facts
+from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.reading import evaluation_metrics
 from jaxgrpo.training.setup import setup
 from jaxgrpo.training.stored_policy import evaluator_for_run, find_base
@@ -53,6 +54,29 @@ def test_an_evaluation_that_begins_or_changes_on_resume_is_compared_with_the_bas
     assert first["eval_until_3/pass@4"] == base["pass@4"]
     assert last["eval_until_3/pass@4"] == straight.summary["trained"]["pass@4"]
     assert first["eval/accuracy"] == base["accuracy"]  # greedy, of the same prompts
+
+
+@pytest.mark.full
+def test_a_run_that_ends_sooner_than_it_began_with_is_evaluated_where_it_ends(
+    tmp_path, monkeypatch, capsys
+):
+    keys = {**EVAL, "eval.every": 5, "checkpoint.keep_best": "eval/mean_length"}
+    straight = train(tmp_path / "s", 2, **keys)
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "stop_requested", lambda step: step == 2)
+        with pytest.raises(process.StopRequested):
+            train(tmp_path / "r", 9, **keys)
+    capsys.readouterr()
+    run = train(tmp_path / "r", 2, "auto", **keys)
+    assert "evaluated at step 2" in printed(capsys)
+    assert small_run.metrics(run.path) == small_run.metrics(straight.path)
+    for name in ("base", "trained", "best", "parameter_hash"):
+        assert run.summary[name] == straight.summary[name], name
+    assert "2 of 2 steps" in (run.export(tmp_path / "best", "best") / "README.md").read_text()
+    train(tmp_path / "r", 2, "auto", **keys)
+    output = printed(capsys)
+    assert "evaluated at" not in output
+    assert "is not what this run wrote" not in output
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> str:

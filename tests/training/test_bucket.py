@@ -17,16 +17,20 @@ import gcs_server
 import numpy as np
 import pytest
 import small_run
+from checkpointed import small_run_state
 from processes import together
 from safetensors.numpy import load, load_file
 
 from jaxgrpo.cli.main import main
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import mirror, storage, tasks
+from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.training import loop
 from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.processes import process
+from jaxgrpo.training.processes.recovery import Keeper, Progress
 from jaxgrpo.training.records import folder
+from jaxgrpo.training.records.console import Display
 
 # Read when gcsfs is imported: it would ask Google's own servers about the bucket.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
@@ -204,6 +208,27 @@ def test_a_run_whose_lock_was_taken_writes_no_more(bucket, monkeypatch):
             run_folder.publish()
     assert "run/summary.json" not in bucket.objects
     assert json.loads(bucket.objects["run/.lock"].data) == lock
+
+
+@pytest.mark.full
+def test_a_reward_that_fails_in_a_run_that_was_taken_saves_no_step(bucket, monkeypatch):
+    """A save would remove the newer steps of the trainer that has taken it."""
+    monkeypatch.setattr(mirror, "BEAT", 0.2)
+    with (
+        folder.RunFolder("gs://bucket/run") as run_folder,
+        Checkpoints(run_folder.checkpoints) as checkpoints,
+    ):
+        display, progress = Display(9, 0, active=False), Progress.from_meta({})
+        keeper = Keeper(None, 3, run_folder, checkpoints, display, progress, {})
+        lock = {"id": "another", "who": "process 7 on other", "beat": 1, "time": 0.0}
+        storage.write("gs://bucket/run/.lock", json.dumps(lock).encode())
+        threading.Event().wait(1.5)
+        with (
+            pytest.raises(process.RewardFailed, match=r"taken by another trainer \(process 7"),
+            keeper.saving(3, small_run_state(2)),
+        ):
+            raise RewardError("no grader")
+    assert not [name for name in bucket.objects if name.startswith("run/checkpoints")]
 
 
 @pytest.mark.full

@@ -18,9 +18,11 @@ import optax
 import pytest
 import small_run
 import tiny
+from checkpointed import small_run_state
 
 from benchmarks.workloads import qwen3_0p6b
 from jaxgrpo import advantages, losses
+from jaxgrpo.config.keys import CheckpointKeys
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner
 from jaxgrpo.models import decoder, sharding
@@ -31,7 +33,7 @@ from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots import capacity
 from jaxgrpo.rollout.slots.capacity import Sizes
 from jaxgrpo.rollout.slots.programs import make_programs
-from jaxgrpo.training import loop, memory, setup
+from jaxgrpo.training import loop, memory, parameters, setup
 from jaxgrpo.training.processes import host
 from jaxgrpo.update import packing
 from jaxgrpo.update.forward import Blueprint, opt_layout, param_layout
@@ -280,9 +282,8 @@ def test_the_disk_that_a_dry_run_tells_is_what_a_run_takes(tmp_path, rank):
         tmp_path / "r", **{"checkpoint.keep": 1, "checkpoint.every": 1, "lora.rank": rank}
     )
     run = setup.setup(config)
-    line = preview.disk_line(
-        config.checkpoint, config.train.steps, config.run.dir, run.learner, run.stream
-    )
+    saves = parameters.count_saves(config.checkpoint, config.eval.every, config.train.steps)
+    line = preview.disk_line(config.checkpoint, saves, config.run.dir, run.learner, run.stream)
     assert "2 x " in line  # the one that stays, and the next
     step, model = map(
         float, re.findall(r"([\d.]+) KiB of checkpoints, model ([\d.]+) KiB", line)[0]
@@ -293,6 +294,18 @@ def test_the_disk_that_a_dry_run_tells_is_what_a_run_takes(tmp_path, rank):
     assert sum(sizes) / 2**10 == pytest.approx(step, abs=0.1)
     files = [file.stat().st_size for file in (tmp_path / "r").glob("**/*.safetensors")]
     assert sum(files) / 2**10 == pytest.approx(model, rel=0.2)  # with the names of the tensors
+
+
+def test_best_steps_are_saved_too_and_count_on_the_disk_and_in_memory():
+    keys = CheckpointKeys(every=100, keep=1, keep_best="eval/accuracy")
+    assert parameters.count_saves(keys, 10, 100) == 10
+    assert parameters.count_saves(keys, 30, 100) == 4
+    assert parameters.count_saves(CheckpointKeys(every=30), 10, 100) == 4
+    state = small_run_state(1)
+    line = preview.disk_line(keys, 10, "gs://bucket/run", *state)
+    assert "3 x " in line  # the last one, the best one, and the next
+    assert parameters.save_copy_bytes(parameters.to_save(*state), 10) > 50_000
+    assert parameters.save_copy_bytes(parameters.to_save(*state), 1) == 0
 
 
 def test_a_micro_batch_has_no_more_tokens_than_fit_beside_what_a_run_keeps(monkeypatch):

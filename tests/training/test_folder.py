@@ -240,6 +240,26 @@ def test_a_base_that_is_evaluated_late_gets_the_first_line(tmp_path):
     ]
 
 
+def test_an_evaluation_of_a_logged_step_gets_into_its_line_and_is_known_to_be_of_the_run(tmp_path):
+    with RunFolder(tmp_path) as run:
+        run.write_config("")
+        run.write_metrics(0, {"eval/accuracy": 0.5})
+        run.write_metrics(1, {"reward": 0.1, "eval/accuracy": 0.7})
+        run.write_metrics(2, {"reward": 0.2})
+        logged = run.logged()
+        (tmp_path / "checkpoints" / "2").mkdir(parents=True)
+    with RunFolder(tmp_path, resume=True) as run:
+        assert run.evaluation(0) == {"accuracy": 0.5}
+        assert run.evaluation(2) == run.evaluation(3) == {}
+        run.add_evaluation(2, {"eval/accuracy": 0.6})
+        assert run.problems(2, logged) == []
+    assert read_metrics(tmp_path) == [
+        {"step": 0, "eval/accuracy": 0.5},
+        {"step": 1, "eval/accuracy": 0.7, "reward": 0.1},
+        {"step": 2, "eval/accuracy": 0.6, "reward": 0.2},
+    ]
+
+
 def test_a_torn_line_in_the_middle_is_an_error_with_its_number(tmp_path):
     with RunFolder(tmp_path) as run:
         run.write_metrics(1, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import decimal
 import json
@@ -14,9 +15,12 @@ import small_run
 
 import jaxgrpo
 from jaxgrpo.core.errors import ConfigError, InputError
+from jaxgrpo.core.types import Waiting
 from jaxgrpo.planning import preview
+from jaxgrpo.rollout.refill import no_groups
 from jaxgrpo.training import fingerprints, loop, opening
 from jaxgrpo.training.setup import Shared
+from jaxgrpo.update.packing import Geometry
 
 CODE = """import helper
 
@@ -191,6 +195,17 @@ def test_other_tokens_of_the_same_rows_are_refused_alone(tmp_path):
     with pytest.raises(InputError) as refused:
         fingerprints.refuse_changes(*settings, before, {**before, "rows": "2 rows", "prompts": "b"})
     assert '["rows"]' in str(refused.value)
+
+
+def test_groups_that_wait_need_their_rows_though_other_rows_are_allowed():
+    room = no_groups(Geometry(3, 2, 6, 5, 1, 15), ("reward",), {})
+    opening.refuse_missing_rows(Waiting(leftover=room), 1)  # there is none
+    ordinal, row = np.array([8, 9, -1], np.int32), np.array([5, 7, 9], np.int32)
+    waiting = dataclasses.replace(room, ordinal=ordinal, row=row)
+    for groups in (Waiting(leftover=waiting), Waiting(ahead=(room, waiting))):
+        opening.refuse_missing_rows(groups, 8)
+        with pytest.raises(InputError, match=r"have 7 rows, .* is of row 7, counted from 0: put"):
+            opening.refuse_missing_rows(groups, 7)
 
 
 @pytest.mark.parametrize(

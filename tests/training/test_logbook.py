@@ -229,6 +229,33 @@ def test_a_report_that_fails_is_said_once_and_ends_nothing(book):
     assert "report.html cannot be written" in out.getvalue()
 
 
+def test_a_report_that_failed_is_written_once_it_can_be(book, monkeypatch):
+    """As on a disk that is full for a while."""
+    config, folder = book
+    monkeypatch.setattr(logbook, "REPORT_SHARE", 1e9)
+    (folder.path / "report.html").mkdir()
+    out = io.StringIO()
+    log = logbook.Logbook(*logged(config), folder, display_to(out), finished_steps=0)
+    for step in (1, 2):
+        log.step(step, {"reward": 0.5})
+    assert out.getvalue().count("no report: ") == 1
+    (folder.path / "report.html").rmdir()
+    log.finish({"step": 2})
+    assert '<span class="status">finished</span>' in (folder.path / "report.html").read_text()
+
+
+def test_no_report_is_written_into_a_folder_that_took_the_place_of_the_run(book):
+    config, folder = book
+    log = logbook.Logbook(*logged(config), folder, display_to(io.StringIO()), finished_steps=0)
+    log.step(1, {"reward": 0.5})
+    folder.path.rename(folder.path.with_name("away"))
+    folder.path.mkdir()
+    for name in (".lock", "config.toml"):
+        (folder.path / name).write_text("")
+    log.close()
+    assert not (folder.path / "report.html").exists()
+
+
 def test_without_tensorboard_installed_a_run_says_so_and_goes_on(tmp_path, monkeypatch):
     import sys
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import errno
 import importlib.util
 import os
@@ -290,6 +291,19 @@ def test_a_signal_stops_the_loop_after_its_step(begin, number):
     assert "stopping after this step" in errors
     assert errors.endswith("\n")
     assert "saved at" in errors
+
+
+def test_what_stopped_one_run_does_not_stop_a_later_one_of_another_thread():
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+
+        def asked_in_thread() -> bool:
+            return pool.submit(runtime.stop_requested, 1).result()
+
+        with runtime.stop_signals():
+            signal.raise_signal(signal.SIGTERM)
+            assert asked_in_thread()
+        assert runtime.stop_requested(1)  # the exit code and a comparison still know it
+        assert not asked_in_thread()
 
 
 def test_under_nohup_a_closed_terminal_stops_nothing():

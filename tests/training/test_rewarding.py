@@ -225,12 +225,15 @@ def test_rows_without_tests_are_refused_before_a_run_of_the_reward_python(tmp_pa
 
 
 def test_a_metric_logged_under_a_name_of_the_trainer_is_refused():
-    for name in ("reward", "step"):
+    later = ("step", "learning_rate", "flops", "time/step", "eval/accuracy", "reference/resets")
+    for name in ("reward", *later):
         log = RewardLog({}, {name: (1.0, 1)}, {}, {})
         with pytest.raises(
             RewardError, match=f"log_metric\\('{name}', ...\\), the name of a metric"
         ):
             with_logged({"reward": 0.5}, log)
+    log = RewardLog({}, {"judge/time/step": (1.0, 2)}, {}, {})
+    assert with_logged({"reward": 0.5}, log) == {"reward": 0.5, "judge/time/step": 0.5}
 
 
 def test_prompts_that_are_messages_are_judged_as_messages_and_texts_as_texts():

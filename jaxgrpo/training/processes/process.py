@@ -155,6 +155,7 @@ class _Stop:
 
     number: int | None = None
     since = 0.0  # time.monotonic()
+    listens = False  # within `stop_signals`
     grace: float = math.inf
     notice: ClassVar[list[bytes]] = []  # what to say of the first one, until it has been said
 
@@ -242,6 +243,7 @@ def stop_signals(grace: float = math.inf, after: str = "step") -> Iterator[None]
     latest = f", in {grace:g} s at the latest" if grace < math.inf else ""
     text = f"\nstopping after this {after}{latest}; Ctrl-C again ends at once, without saving\n"
     _Stop.number, _Stop.grace, _Stop.notice = None, grace, [text.encode()]
+    _Stop.listens = True
     numbers = [number for number in STOP_SIGNALS if not parent.is_nohup(number)]
     previous_handlers = {number: signal.signal(number, _on_signal) for number in numbers}
     parent.allow(grace)
@@ -252,6 +254,7 @@ def stop_signals(grace: float = math.inf, after: str = "step") -> Iterator[None]
         parent.allow(parent.GRACE if _Stop.number is None else math.inf)
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
+        _Stop.listens = False
 
 
 def stop_requested(step: int) -> bool:
@@ -260,7 +263,9 @@ def stop_requested(step: int) -> bool:
     Args:
       step: the number of the step, the same in every process; all have to call this.
     """
-    is_stopping = _Stop.number is not None
+    # What has stopped a run of the main thread is nothing to a later one of another thread.
+    is_heard = _Stop.listens or threading.current_thread() is threading.main_thread()
+    is_stopping = is_heard and _Stop.number is not None
     if jax.process_count() == 1:
         return is_stopping
     from jax.experimental import multihost_utils

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -34,20 +35,21 @@ MAX_UNSAVED = 3
 
 @dataclasses.dataclass
 class Progress:
-    """What a run remembers beside learner and stream. Checkpoints hold the first five."""
+    """What a run remembers beside learner and stream. Checkpoints hold the first seven."""
 
     best: tuple[int, float] | None  # step and value
     best_metric: str | None  # the checkpoint.keep_best that it is the best by
     base: dict[str, Any] | None  # "metrics" of the base, and what was "asked" for them
     resets: Resets
     not_finite: int = 0  # steps in a row that computed something that is not finite
+    tokens: float = 0.0  # that were sampled
+    seconds: float = 0.0  # of steps
     # What `best` was before, the worst first.
     earlier_bests: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     started: float = dataclasses.field(default_factory=time.monotonic)
     reported: set[str] = dataclasses.field(default_factory=set)  # rewards whose failure was shown
     unsaved: int = 0  # checkpoints in a row that failed
-    tokens: float = 0.0
-    seconds: float = 0.0  # of steps
+    newest: int | None = None  # checkpoint when one was last asked for
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Progress:
@@ -57,7 +59,9 @@ class Progress:
         try:
             best = (int(meta["best"][0]), float(meta["best"][1])) if meta["best"] else None
             resets, not_finite = Resets(**meta["resets"]), int(meta["not_finite"])
-            return cls(best, meta["best_metric"], meta["base"], resets, not_finite)
+            tokens, seconds = (float(meta.get(name, 0.0)) for name in ("tokens", "seconds"))
+            metric, base = meta["best_metric"], meta["base"]
+            return cls(best, metric, base, resets, not_finite, tokens, seconds)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise InputError(
                 f"the meta.json of the checkpoint is not what a run writes ({error}): choose "
@@ -75,7 +79,7 @@ class Progress:
 
     def meta(self) -> dict[str, Any]:
         """What is saved, as JSON values."""
-        names = ("best", "best_metric", "base", "not_finite")
+        names = ("best", "best_metric", "base", "not_finite", "tokens", "seconds")
         saved = {name: getattr(self, name) for name in names}
         resets = self.resets._asdict()
         return {"jaxgrpo": jaxgrpo.__version__, **saved, "resets": resets}
@@ -94,6 +98,7 @@ class Keeper:
     inputs: dict[str, Any]  # fingerprints.input_facts of the run
     replays: bool = False  # saved rollouts
     adapters: dict[str, Any] | None = None  # parameters.adapter_identity of the run
+    has_objects: bool = False  # of Python: `opening.gives_objects`
 
     def saved_line(self) -> str:
         """What of the run is saved, in a line."""
@@ -106,11 +111,13 @@ class Keeper:
         return f"{place} holds {'no step yet' if step is None else f'step {step}'}"
 
     def resume_command(self) -> str:
-        """The command that resumes this run."""
+        """The command that resumes this run, or the call."""
+        if self.has_objects:
+            return 'the same call of jaxgrpo.train, and resume="auto"'
         if self.replays:
             return "the same jaxgrpo replay, and --resume auto"
         source = self.config_file or self.folder.path / "config.toml"
-        return f"jaxgrpo train {source} --resume auto (and the same --set)"
+        return f"jaxgrpo train {shlex.quote(str(source))} --resume auto (and the same --set)"
 
     def save(self, learner: Learner, stream: Stream, number: int, must: bool) -> None:
         """Saves a step; a run of one process goes on without for MAX_UNSAVED times in a row.
@@ -119,33 +126,27 @@ class Keeper:
           must: wait for it, and end the run where it fails.
         Raises: process.NotSaved.
         """
-        newest_before, checkpoints = self.checkpoints.newest, self.checkpoints
+        progress, checkpoints = self.progress, self.checkpoints
         several = jax.process_count() > 1
         refuse = functools.partial(self.refuse_moved, number)
         problem = _first_error(refuse, checkpoints.wait)  # of the save before this one
-        # That may have failed here alone: the others do not come to a new one, they wait for it.
+        if checkpoints.newest != progress.newest:  # it was complete, perhaps long before this call
+            progress.unsaved, progress.newest = 0, checkpoints.newest
+        # It may have failed here alone: the others do not come to a new one, they wait for it.
         if problem is None or not several:
             save = functools.partial(self._save, number, learner, stream)
-            save_error = _first_error(
-                refuse,
-                self.folder.catch_up,
-                self.folder.publish,
-                save,
-                *([checkpoints.wait] if must else []),
-            )
+            save_error = _first_error(refuse, save, *([checkpoints.wait] if must else []))
             problem = save_error or (None if must else problem)
-        if checkpoints.newest != newest_before:
-            self.progress.unsaved = 0
         if problem is None:
             return
-        self.progress.unsaved += 1
+        progress.unsaved += 1
         message = f"step {number}: {describe(problem)}"
-        if must or self.progress.unsaved > MAX_UNSAVED or several:
+        if must or progress.unsaved > MAX_UNSAVED or several:
             _first_error(checkpoints.wait)
             raise process.NotSaved(
                 f"{message}; {remedy(problem)} and go on by --resume auto"
             ) from problem
-        left = MAX_UNSAVED - self.progress.unsaved
+        left = MAX_UNSAVED - progress.unsaved
         self.display.say(
             f"{message}; the run goes on, and ends if this happens {left + 1} times more"
         )
@@ -168,8 +169,15 @@ class Keeper:
             ) from error
 
     def _save(self, number: int, learner: Learner, stream: Stream) -> None:
-        """Begins to save. The save before it has ended."""
+        """Begins to save, once all lines are written and, of a run in a bucket, sent there: nothing
+        is saved in one that another trainer has taken. The save before it has ended.
+
+        Raises: OSError.
+        """
+        self.folder.catch_up()
+        self.folder.publish()
         self._settle_best(number)
+        self.checkpoints.lasting = self._lasting_steps(number)
         metrics = self.folder.path / "metrics.jsonl"
         if process.is_main() and metrics.exists():
             storage.flush(metrics)  # before a checkpoint that says what is in it
@@ -179,8 +187,8 @@ class Keeper:
         self.checkpoints.save(number, parameters.to_save(learner, stream), meta)
 
     def _settle_best(self, number: int) -> None:
-        """Keeps the checkpoint of the best step. Where that could not be saved, the best one before
-        it stays, and later evaluations are compared with that."""
+        """Where the best step could not be saved, the one before it is the best again, and later
+        evaluations are compared with that."""
         progress, checkpoints = self.progress, self.checkpoints
         best = progress.best
         if best and jax.process_count() == 1:  # several end by a save that fails
@@ -190,7 +198,16 @@ class Keeper:
                 progress.best = progress.earlier_bests.pop() if progress.earlier_bests else None
                 now = f"step {progress.best[0]}" if progress.best else "none"
                 self.display.say(f"step {best[0]}, the best, was not saved; the best is now {now}")
-        checkpoints.best = progress.best[0] if progress.best else None
+
+    def _lasting_steps(self, number: int) -> frozenset[int]:
+        """The checkpoints that stay beside the newest ones: the best, and, while nothing finite is
+        computed, the last good one, which `refuse_diverged` may have to name."""
+        progress = self.progress
+        steps = [] if progress.best is None else [progress.best[0]]
+        if progress.not_finite:
+            last_good_step = number - progress.not_finite
+            steps += [step for step in self.checkpoints.steps() if step <= last_good_step][-1:]
+        return frozenset(steps)
 
     @contextlib.contextmanager
     def saving(self, number: int, before: tuple[Learner, Stream] | None = None) -> Iterator[None]:
@@ -238,7 +255,7 @@ class Keeper:
         if checkpoint is not None:
             where = (
                 f"the last good checkpoint is of step {checkpoint}, `jaxgrpo export "
-                f"{self.folder.place} OUT --step {checkpoint}` writes its model"
+                f"{shlex.quote(str(self.folder.place))} OUT --step {checkpoint}` writes its model"
             )
         raise process.Diverged(
             f"{self.folder.place}: step {number}: {problem}; {where}; begin a new run with a lower "

@@ -148,7 +148,7 @@ class Watchdog:
         if reward is not None and reward.is_lost(now):
             why = f"does not end at its timeout of {reward.timeout:g} s"
             self._end(STUCK, f"the reward {reward.name} {why}: code of a library holds it")
-        if self._limit and lasted > self._limit:
+        if self._limit and now - max(since, limits.newest_change()) > self._limit:
             why = f"no progress for run.stuck_after = {self._limit:g} s"
             remedy = "if that is no mistake, raise it; a reward can have a `timeout`"
             self._end(STUCK, f"{why}: {doing}; {remedy}")

@@ -18,7 +18,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -314,10 +314,10 @@ class RunFolder(Closing):
             )
         return problems
 
-    def base(self) -> dict[str, Any]:
-        """The evaluation of the base, in the line of step 0; {} where there is none."""
-        lines = read_metrics(self.path)
-        return evaluation_metrics(lines[0]) if lines and lines[0]["step"] == 0 else {}
+    def evaluation(self, step: int) -> dict[str, Any]:
+        """The evaluation in the line of a step, 0 for the base; {} where there is none."""
+        lines = [line for line in read_metrics(self.path) if line["step"] == step]
+        return evaluation_metrics(lines[0]) if lines else {}
 
     def replace_evaluations(self, until: int, evaluations: Mapping[int, Mapping[str, Any]]) -> None:
         """Puts evaluations of other questions aside, and writes new ones into the lines of steps.
@@ -341,6 +341,21 @@ class RunFolder(Closing):
             if not is_aside:  # by a start before this one
                 entry |= {f"{prefix}{name}": value for name, value in evaluation.items()}
             lines[step] = entry
+        self._rewrite(old, lines, evaluations)
+
+    def add_evaluation(self, step: int, values: Mapping[str, Any]) -> None:
+        """Writes an evaluation into the line of a step that has none."""
+        if self._writes:
+            old = complete_lines(self.path / "metrics.jsonl")
+            self._rewrite(old, {entry["step"]: entry for _, entry in old}, {step: values})
+
+    def _rewrite(
+        self,
+        old: Sequence[tuple[bytes, dict[str, Any]]],
+        lines: dict[int, dict[str, Any]],
+        evaluations: Mapping[int, Mapping[str, Any]],
+    ) -> None:
+        """Writes `lines` with evaluations in place of the old ones, once rewritten.json says it."""
         for step, values in evaluations.items():
             lines[step] = {**lines.get(step, {}), **values}
         texts = {step: _line(step, lines[step]) for step in sorted(lines)}

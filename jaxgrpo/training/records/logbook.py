@@ -108,6 +108,15 @@ class Logbook(Closing):
     def replace_evaluations(self, until: int, lines: Mapping[int, Mapping[str, float]]) -> None:
         """Puts what was evaluated up to a step aside, and writes new evaluations of some steps."""
         self._folder.replace_evaluations(until, lines)
+        self._begin_again(lines)
+
+    def add_evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes an evaluation of a step that was logged without."""
+        self._folder.add_evaluation(step, values)
+        self._begin_again({step: values})
+
+    def _begin_again(self, lines: Mapping[int, Mapping[str, float]]) -> None:
+        """Reads metrics that were rewritten, and tells trackers of the evaluations that are new."""
         if not self._active:
             return
         self._state, self._alarms = alarms.replay(read_metrics(self._folder.path))
@@ -187,7 +196,8 @@ def affords_report(elapsed: float, spent: float, cost: float) -> bool:
 class _Report:
     """report.html, rewritten during the run within REPORT_SHARE of the time.
 
-    If a report cannot be written the run goes on; the reason is printed once.
+    If a report cannot be written the run goes on; the reason is printed, once until one is written
+    again. Nothing is written into another folder at the place of the run's.
     """
 
     def __init__(self, folder: RunFolder, display: Display):
@@ -202,14 +212,15 @@ class _Report:
             self.write()
 
     def write(self, status: str = UNDER_WAY) -> None:
-        if self._failed:
-            return
         began = time.monotonic()
         try:
-            write_report(self._folder.path, status)
+            if not self._folder.is_moved():
+                write_report(self._folder.path, status)
+            self._failed = False
         except Exception as error:
+            if not self._failed:
+                self._display.say(f"no report: {error}")
             self._failed = True
-            self._display.say(f"no report: {error}")
         self._next = time.monotonic() - began
         self._spent += self._next
 
