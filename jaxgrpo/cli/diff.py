@@ -193,7 +193,7 @@ def _show(console: Console, config: Section, metrics: Section) -> None:
         console.print(line)
     if config.rows:
         head, *body = config.rows
-        table = Table(*(Column(visible(name), overflow="fold") for name in head))
+        table = Table(*(Column(Text(visible(name)), overflow="fold") for name in head))
         for row in body:
             table.add_row(*(Text(visible(cell)) for cell in row))
         console.print(table)

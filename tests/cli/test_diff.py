@@ -75,6 +75,14 @@ def test_the_last_metrics_stand_side_by_side_with_their_difference(tmp_path, cap
     assert not {"kl", "eval/accuracy/low"} & {*names}, "no number, or the end of an interval"
 
 
+def test_a_name_in_brackets_is_no_markup(tmp_path, capsys):
+    first, second = write(tmp_path / "[b]a"), write(tmp_path / "a", train="seed = 1")
+    assert main(["diff", first, second]) == 0
+    rows = lines(capsys.readouterr().out)
+    assert ["key", "[b]a", "a"] in rows
+    assert ["", "[b]a", "a", "difference"] in rows
+
+
 def test_the_page_draws_every_chart_with_the_curves_of_both(tmp_path, capsys):
     first, second = write(tmp_path / "first run"), write(tmp_path / "$second_", "tables", steps=1)
     out = tmp_path / "d.html"
