@@ -24,7 +24,7 @@ from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.scores import OF_ANSWERS, SCORES, score_text
 from jaxgrpo.core.types import Rollouts, Signal
 from jaxgrpo.training.processes.backend import start_backend
-from jaxgrpo.training.records.console import Document, terminal_table
+from jaxgrpo.training.records.console import Document, show_whole, terminal_table
 
 
 class Field(NamedTuple):
@@ -379,7 +379,7 @@ def _show(console: Console, document: Mapping[str, Any]) -> None:
             bits = " ".join("01"[bit] for bit in mask[place] * 1)
             rows.append([*labels, ".".join(str(index + 1) for index in place), numbers, bits])
     table = terminal_table(rows, text=range(5), no_wrap=True, box=None, pad_edge=False)
-    console.print(table, markup=False)
+    show_whole(console, table)
     for name, value in document["metrics"].items():
         console.print(f"{name} = {value:.4g}", markup=False)
     alive = enumerate(document["alive"], start=1)

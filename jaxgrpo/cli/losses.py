@@ -32,7 +32,7 @@ from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.scores import GROUP_LOG_RATIO, OF_BATCH, OF_PASS, SCORES
 from jaxgrpo.losses import Penalty, Surrogate, Tokens, registry, token_loss, with_batch_fields
 from jaxgrpo.training.processes.backend import start_backend
-from jaxgrpo.training.records.console import Document, terminal_table
+from jaxgrpo.training.records.console import Document, show_whole, terminal_table
 
 TABLES: dict[str, Mapping[str, Callable[..., Any]]] = {
     "surrogates (loss.surrogate)": registry.surrogates,
@@ -330,7 +330,7 @@ def _show(
     head = list(rows[0])
     table = terminal_table([head, *cells], text=(), no_wrap=True, box=None, pad_edge=False)
     console.print()
-    console.print(table, markup=False)
+    show_whole(console, table)
     if fields:
         values = ", ".join(f"{name} = {value:g}" for name, value in fields.items())
         console.print(f"with {values} (--field)", markup=False, soft_wrap=True)

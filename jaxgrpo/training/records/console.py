@@ -280,13 +280,13 @@ def show(console: Console, record: Record) -> None:
         shared_names = (name for name in base.keys() & now.keys() if not is_end(name))
         rows = sorted(shared_names, key=accuracy_first)
         title = "evaluation, with 95% intervals over prompts"
-        console.print(comparison(title, ends, rows, intervals=True))
+        show_whole(console, comparison(title, ends, rows, intervals=True))
     curves = {metric: values for metric in METRICS if (values := record.series(metric)[1])}
     rows = [["", "first", "now", f"to step {record.step}"]]
     for metric, values in curves.items():
         rows.append([metric, f"{values[0]:.3g}", f"{values[-1]:.3g}", sparkline(values)])
     if curves:
-        console.print(terminal_table(rows, text=(0, 3), no_wrap=True, **LOOK))
+        show_whole(console, terminal_table(rows, text=(0, 3), no_wrap=True, **LOOK))
 
 
 def summarize(record: Record) -> dict[str, Any]:

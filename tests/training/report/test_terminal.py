@@ -96,6 +96,21 @@ def test_the_evaluation_has_each_metric_once_with_its_interval():
     ]
 
 
+def test_a_pipe_and_a_narrow_terminal_cut_no_name():
+    name = "eval/accuracy/source_a_data_set_with_a_long_name"
+    values = {"eval/accuracy": 0.25, "eval/accuracy/low": 0.125, "eval/accuracy/high": 0.5}
+    lines = [{"step": step, "reward": 0.5, name: 0.75, **values} for step in (0, 1)]
+    run = Record(
+        name="r", status=FINISHED, config={}, lines=lines, summary={}, samples=[], warnings=[],
+        active=frozenset(),
+    )  # fmt: skip
+    out = io.StringIO()
+    console.show(Console(file=out, width=40, highlight=False, color_system=None), run)
+    assert name.removeprefix("eval/") in out.getvalue()
+    assert "▁▁" in out.getvalue()
+    assert "…" not in out.getvalue()
+
+
 def test_the_line_of_a_step_repeats_no_evaluation_of_an_earlier_one(capsys):
     display = console.Display(9, 0, active=True)
     display.evaluated(0, {"accuracy": 0.25, "accuracy/low": 0.125, "accuracy/high": 0.5})
