@@ -52,6 +52,7 @@ def test_letters_of_every_script_stay_as_they_are():
     text = "naïve\u00a0: 你好\u3000، می\u200cخواهم 👩\u200d🔬"
     assert visible(text) == text
     assert visible("\u202e\u2028\x9b\ud800\x00") == "\\u202e\\u2028\\x9b\\ud800\\x00"
+    assert visible("\u061c\u200f") == "\\u061c\\u200f", "marks of direction, of all blocks"
 
 
 def test_an_excerpt_has_few_lines_with_the_start_and_the_end():
