@@ -1,7 +1,9 @@
 """A whole run: what it writes, that it moves what it should, and nothing else."""
 
+import contextlib
 import dataclasses
 import functools
+import io
 import json
 import runpy
 import shutil
@@ -34,8 +36,11 @@ def run(tmp_path_factory):
     config = small_run.config(
         folder, **{"eval.data": "task:arithmetic:test", "eval.prompts": 20, "eval.samples": 4}
     )
-    steps = []
-    finished = loop.train(config, on_step=lambda *step: steps.append(step), profile=True)
+    steps, out = [], io.StringIO()
+    with contextlib.redirect_stdout(out):
+        finished = loop.train(config, on_step=lambda *step: steps.append(step), profile=True)
+    # run.report is off: no report is named that is not there.
+    assert f"\n{folder}: model, metrics.jsonl, samples\n" in out.getvalue()
     assert list(folder.rglob("*.xplane.pb"))  # a trace of the second step
     assert [number for number, _ in steps] == [1, 2, 3]
     assert steps[1][1]["loss"] == small_run.metrics(finished.path)[2]["loss"]
