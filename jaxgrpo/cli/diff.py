@@ -45,7 +45,7 @@ def diff(runs: Sequence[str], out: str | None = None, as_json: bool = False) -> 
     """
     names = _names(runs)
     suffix = _suffix(out)
-    folders = [storage.place(run) if storage.is_url(run) else Path(run) for run in runs]
+    folders = list(map(storage.place_as_named, runs))
     records = dict(zip(names, map(read_run, folders), strict=True))
     keys = differing_keys(
         {
@@ -95,7 +95,7 @@ def render(records: Mapping[str, Record], sections: Sequence[Section]) -> str:
 
 def _names(runs: Sequence[str]) -> list[str]:
     """What to call the runs: by their folders, or by what was given where these are the same."""
-    paths = [run if storage.is_url(run) else str(Path(run).resolve()) for run in runs]
+    paths = [run if storage.is_url(run) else str(storage.place(run).resolve()) for run in runs]
     if paths[0] == paths[1]:
         raise InputError(f"diff {' '.join(runs)}: this is one run twice; give two run folders")
     names = [path.rstrip("/").rpartition("/")[2] for path in paths]

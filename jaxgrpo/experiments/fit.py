@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
 
 from jaxgrpo.core.errors import InputError, suggest
-from jaxgrpo.data import storage
 from jaxgrpo.evaluation.intervals import student_quantile
 from jaxgrpo.training.records.console import Document, show_table
 from jaxgrpo.training.records.reading import is_number, read_metrics
@@ -104,7 +102,7 @@ def read_curve(run: str, metric: str = METRIC, skip: int = 0) -> Curve:
 
     Raises: InputError where it has no such metric, no compute, or too few points.
     """
-    lines = read_metrics(storage.place(run) if storage.is_url(run) else Path(run))
+    lines = read_metrics(run)
     steps = [line for line in lines if line["step"] > 0]
     if not any(is_number(line.get(COMPUTE)) for line in steps):
         raise InputError(

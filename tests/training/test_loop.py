@@ -18,6 +18,7 @@ import pytest
 import small_run
 
 import jaxgrpo
+from jaxgrpo.cli import inference
 from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import decoder
@@ -462,6 +463,11 @@ def test_a_home_folder_may_be_named_by_its_mark(tmp_path, monkeypatch):
     assert stored_policy.is_run("~/r")
     assert stored_policy.read_run("~/r")[0] == tmp_path / "r"
     assert stored_policy.config_for("~/r").model.path == str(tmp_path / "r" / "model")
+    (tmp_path / "base").symlink_to(small_run.base())
+    config = small_run.config(tmp_path / "r")
+    base = inference._find_base("~/r", config.model, config.eval, "~/base")
+    assert base is not None
+    assert base[0].path == str(tmp_path / "base")
 
 
 async def follow(number, metrics):
