@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from jaxgrpo.config.files import entries
+from jaxgrpo.config.files import entries, printed_entry
 from jaxgrpo.config.own_code import short_name
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import storage
@@ -69,10 +69,12 @@ def diff(runs: Sequence[str], out: str | None = None, as_json: bool = False) -> 
 
 
 def differing_keys(by_run: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
-    """Every key whose value is not the same in all runs -> its values, as JSON."""
+    """Every key whose value is not the same in all runs -> its values to print, as JSON."""
     all_keys = dict.fromkeys(key for keys in by_run.values() for key in keys)
     rows = {key: [keys.get(key, ABSENT) for keys in by_run.values()] for key in all_keys}
-    return {key: values for key, values in rows.items() if len({*values}) > 1}
+    return {
+        key: list(map(printed_entry, values)) for key, values in rows.items() if len({*values}) > 1
+    }
 
 
 def render(records: Mapping[str, Record], sections: Sequence[Section]) -> str:
