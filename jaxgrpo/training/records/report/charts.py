@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import io
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -346,7 +347,11 @@ def _columns(labels: Sequence[str]) -> int:
 def as_svg(figure: Figure) -> str:
     """The same text for the same chart."""
     text = io.StringIO()
-    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    options: dict[str, Any] = {"transparent": True, "metadata": {"Date": None, "Creator": None}}
+    with warnings.catch_warnings():
+        # Text stays text: who reads it has the letters, also where matplotlib's font lacks them.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+        figure.savefig(text, format="svg", **options)
     return text.getvalue()
 
 
