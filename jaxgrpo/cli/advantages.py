@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
 from jaxgrpo.advantages import AdvantageTransform, chain, chains, registry, sum_rewards
 from jaxgrpo.config import own_code
@@ -23,7 +24,7 @@ from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.scores import OF_ANSWERS, SCORES, score_text
 from jaxgrpo.core.types import Rollouts, Signal
 from jaxgrpo.training.processes.backend import start_backend
-from jaxgrpo.training.records.console import Document, terminal_table
+from jaxgrpo.training.records.console import Document, show_whole, terminal_table
 
 
 class Field(NamedTuple):
@@ -311,7 +312,7 @@ def show_list(console: Console, tables: Mapping[str, Mapping[str, str]], hint: s
         table = Table(Column(no_wrap=True), Column(), title=title, title_justify="left", box=None)
         table.show_header = False
         for line in lines.items():
-            table.add_row(*line)
+            table.add_row(*map(Text, line))
         console.print(table)
         console.print()
     console.print(hint)
@@ -349,7 +350,7 @@ def _describe(console: Console, about: Mapping[str, Any]) -> None:
     hint = f"jaxgrpo advantages {name} --rewards 1,0,0,0 shows what each step does"
     if not own_code.is_reference(name) and registry.needs_function(_factories(name)[0]):
         hint = registry.how_to_give_a_function(name)
-    console.print(f"\n{hint}")
+    console.print(f"\n{hint}", markup=False)
 
 
 def _streams(stage: chains.Stage) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -378,7 +379,7 @@ def _show(console: Console, document: Mapping[str, Any]) -> None:
             bits = " ".join("01"[bit] for bit in mask[place] * 1)
             rows.append([*labels, ".".join(str(index + 1) for index in place), numbers, bits])
     table = terminal_table(rows, text=range(5), no_wrap=True, box=None, pad_edge=False)
-    console.print(table, markup=False)
+    show_whole(console, table)
     for name, value in document["metrics"].items():
         console.print(f"{name} = {value:.4g}", markup=False)
     alive = enumerate(document["alive"], start=1)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from jaxgrpo.config.files import entries
+from jaxgrpo.config.files import entries, printed_entry
 from jaxgrpo.config.own_code import short_name
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import storage
@@ -45,7 +45,7 @@ def diff(runs: Sequence[str], out: str | None = None, as_json: bool = False) -> 
     """
     names = _names(runs)
     suffix = _suffix(out)
-    folders = [storage.place(run) if storage.is_url(run) else Path(run) for run in runs]
+    folders = list(map(storage.place_as_named, runs))
     records = dict(zip(names, map(read_run, folders), strict=True))
     keys = differing_keys(
         {
@@ -69,10 +69,12 @@ def diff(runs: Sequence[str], out: str | None = None, as_json: bool = False) -> 
 
 
 def differing_keys(by_run: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
-    """Every key whose value is not the same in all runs -> its values, as JSON."""
+    """Every key whose value is not the same in all runs -> its values to print, as JSON."""
     all_keys = dict.fromkeys(key for keys in by_run.values() for key in keys)
     rows = {key: [keys.get(key, ABSENT) for keys in by_run.values()] for key in all_keys}
-    return {key: values for key, values in rows.items() if len({*values}) > 1}
+    return {
+        key: list(map(printed_entry, values)) for key, values in rows.items() if len({*values}) > 1
+    }
 
 
 def render(records: Mapping[str, Record], sections: Sequence[Section]) -> str:
@@ -95,7 +97,7 @@ def render(records: Mapping[str, Record], sections: Sequence[Section]) -> str:
 
 def _names(runs: Sequence[str]) -> list[str]:
     """What to call the runs: by their folders, or by what was given where these are the same."""
-    paths = [run if storage.is_url(run) else str(Path(run).resolve()) for run in runs]
+    paths = [run if storage.is_url(run) else str(storage.place(run).resolve()) for run in runs]
     if paths[0] == paths[1]:
         raise InputError(f"diff {' '.join(runs)}: this is one run twice; give two run folders")
     names = [path.rstrip("/").rpartition("/")[2] for path in paths]
@@ -193,7 +195,7 @@ def _show(console: Console, config: Section, metrics: Section) -> None:
         console.print(line)
     if config.rows:
         head, *body = config.rows
-        table = Table(*(Column(visible(name), overflow="fold") for name in head))
+        table = Table(*(Column(Text(visible(name)), overflow="fold") for name in head))
         for row in body:
             table.add_row(*(Text(visible(cell)) for cell in row))
         console.print(table)

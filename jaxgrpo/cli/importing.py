@@ -21,7 +21,8 @@ def main(file: str, out: str, *, overwrite: bool = False, as_json: bool = False)
         return Document({**summary, "out": out})
     console = Console(highlight=False)
     facts(console, lines(summary))
-    console.print(f"{out}: a Hugging Face folder; next: jaxgrpo model {out}", soft_wrap=True)
+    line = f"{out}: a Hugging Face folder; next: jaxgrpo model {out}"
+    console.print(line, soft_wrap=True, markup=False)
     return 0
 
 

@@ -19,6 +19,7 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import EvalKeys, LoraKeys, ModelKeys, is_path
 from jaxgrpo.config.tables import AskOverrides
 from jaxgrpo.core.errors import InputError, without_passwords
+from jaxgrpo.data import storage
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.data.storage import Place, write_atomically
 from jaxgrpo.evaluation.evaluate import (
@@ -216,7 +217,7 @@ def _find_base(
     Raises: InputError where it was, or the base does not exist or has another vocabulary.
     """
     if base is not None:
-        path = str(Path(base).absolute()) if is_path(base, Path.cwd()) else base
+        path = str(storage.place(base)) if is_path(base, Path.cwd()) else base
         base_model = dataclasses.replace(model, path=path, revision=None, family=None, config={})
         adapters = LoraKeys()
     elif is_run(target):

@@ -133,6 +133,7 @@ def project_for(model: str) -> Project:
     Raises: InputError where there is no such model, or it is not built.
     """
     from jaxgrpo.config.keys import is_path
+    from jaxgrpo.data import storage
     from jaxgrpo.models import decoder
     from jaxgrpo.models.hf import folders
 
@@ -143,7 +144,7 @@ def project_for(model: str) -> Project:
     has_chat = bool(template)
     tokens = min(TOKENS, stored.max_positions // 2)
     return Project(
-        model=str(Path(model).absolute()) if is_path(model, Path.cwd()) else model,
+        model=str(storage.place(model)) if is_path(model, Path.cwd()) else model,
         prompt="What is {question}? Answer with the number only." if has_chat else "{question}=",
         rate=rate_for(count),
         why=f"by size, {count / 1e9:.2g}B parameters: 1e-5 at 0.1B, 1e-6 from 1B on",

@@ -32,7 +32,7 @@ from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.scores import GROUP_LOG_RATIO, OF_BATCH, OF_PASS, SCORES
 from jaxgrpo.losses import Penalty, Surrogate, Tokens, registry, token_loss, with_batch_fields
 from jaxgrpo.training.processes.backend import start_backend
-from jaxgrpo.training.records.console import Document, terminal_table
+from jaxgrpo.training.records.console import Document, show_whole, terminal_table
 
 TABLES: dict[str, Mapping[str, Callable[..., Any]]] = {
     "surrogates (loss.surrogate)": registry.surrogates,
@@ -66,9 +66,9 @@ def main(
 ) -> int | Document:
     """Lists everything, or describes one part and shows it at work. Returns the exit code."""
     console = Console(highlight=False)
+    values = {"--ratio": ratios, "--advantage": advantages, "--option": options, "--field": fields}
+    _refuse_unread(name, {**values, "--one-sequence": one_sequence})
     if name is None:
-        if texts := [*filter(None, (ratios, advantages)), *options, *fields]:
-            raise InputError(f"losses {texts[0]}: give a NAME too")
         tables = first_lines(TABLES)
         if not as_json:
             show_list(console, tables, "jaxgrpo losses NAME describes one and shows its pull")
@@ -105,6 +105,21 @@ def main(
     for problem in problems:
         console.print(f"warning: {problem}", markup=False, style="yellow")
     return 0
+
+
+def _refuse_unread(name: str | None, values: Mapping[str, Any]) -> None:
+    """Raises: InputError with the first option of `values` that the list, or a reduction, would
+    ignore: these are not shown at work."""
+    flag = next((flag for flag, value in values.items() if value), None)
+    if flag is None:
+        return
+    if name is None:
+        raise InputError(f"losses {flag}: give a NAME too")
+    if name in registry.reductions:
+        raise InputError(
+            f"losses {name} {flag}: a reduction is described and not shown at work; leave {flag} "
+            f"out, or take a surrogate, as jaxgrpo losses clip {flag} ..."
+        )
 
 
 def measure(
@@ -330,7 +345,7 @@ def _show(
     head = list(rows[0])
     table = terminal_table([head, *cells], text=(), no_wrap=True, box=None, pad_edge=False)
     console.print()
-    console.print(table, markup=False)
+    show_whole(console, table)
     if fields:
         values = ", ".join(f"{name} = {value:g}" for name, value in fields.items())
         console.print(f"with {values} (--field)", markup=False, soft_wrap=True)

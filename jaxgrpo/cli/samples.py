@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -54,7 +53,7 @@ def show_samples(
         raise InputError(f"--limit {limit}: expected 1 or more")
     if ascending and sort is None:
         raise InputError("--ascending: of what? give --sort reward, length or advantage")
-    folder = storage.place(run) if storage.is_url(run) else Path(run)
+    folder = storage.place_as_named(run)
     record = read_run(folder)
     rows = read_step(folder, find_steps(folder, step)[-1])
     weigh = weights(record)

@@ -115,7 +115,7 @@ def make_small_base(
     """
     from jaxgrpo.cli import make_base as base_model
 
-    console.print(f"base model for {task}: supervised warm start")
+    console.print(f"base model for {task}: supervised warm start", markup=False)
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("warm start", total=None)
 
@@ -128,6 +128,7 @@ def make_small_base(
         f"{label or out}: {base['parameters']:,} parameters, loss {base['loss']:.4f} nats per token"
         f" (no model is below {base['loss_floor']:.4f}), {base['seconds']:.0f} s",
         soft_wrap=True,
+        markup=False,
     )
 
 

@@ -177,6 +177,11 @@ def place(path: str | os.PathLike[str]) -> Place:
     return BucketPath(os.fspath(path))
 
 
+def place_as_named(path: str | os.PathLike[str]) -> Place:
+    """`place`, but a relative path stays relative, as a message is to name it."""
+    return place(path) if is_url(path) else Path(os.path.expanduser(path))
+
+
 def file_system(url: str | os.PathLike[str], key: str | None = None) -> Any:
     """fsspec's file system for a URL. Raises: InputError where nothing installed reads it."""
     import fsspec

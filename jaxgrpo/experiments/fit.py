@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
 
 from jaxgrpo.core.errors import InputError, suggest
-from jaxgrpo.data import storage
 from jaxgrpo.evaluation.intervals import student_quantile
 from jaxgrpo.training.records.console import Document, show_table
 from jaxgrpo.training.records.reading import is_number, read_metrics
@@ -43,6 +41,8 @@ FLAT = 1e-6
 """A direction in which the fitted numbers move the curve by less than this says nothing of them."""
 DRAWS = 200
 """Of the bootstrap."""
+ROUNDING = 1e-6
+"""Of the highest value: metrics are float32, and a mean of ones may be a little above 1."""
 NORMAL = 1.959964
 """The .975 quantile of a normal value."""
 NAMES = ("ceiling", "middle", "steepness")
@@ -102,7 +102,7 @@ def read_curve(run: str, metric: str = METRIC, skip: int = 0) -> Curve:
 
     Raises: InputError where it has no such metric, no compute, or too few points.
     """
-    lines = read_metrics(storage.place(run) if storage.is_url(run) else Path(run))
+    lines = read_metrics(run)
     steps = [line for line in lines if line["step"] > 0]
     if not any(is_number(line.get(COMPUTE)) for line in steps):
         raise InputError(
@@ -132,6 +132,17 @@ def read_curve(run: str, metric: str = METRIC, skip: int = 0) -> Curve:
         )
     _, compute, value = zip(*later, strict=True)
     return Curve(str(run), start, np.asarray(compute), np.asarray(value))
+
+
+def refuse_above(curve: Curve, metric: str, highest: float) -> None:
+    """Raises: InputError where the metric has exceeded what it cannot exceed. No ceiling could be
+    searched: the highest value so far would be taken for it."""
+    top = max(curve.start, float(curve.value.max()))
+    if top > highest + ROUNDING * abs(highest):
+        raise InputError(
+            f"{curve.name}: {metric} reaches {top:.4g}, and --highest is {highest:g}: give what it "
+            "cannot exceed, as the largest reward of a sample"
+        )
 
 
 def fit_curve(curve: Curve, highest: float = 1.0) -> Fit:
@@ -226,11 +237,13 @@ def main(
       half: also fits the first half of the compute, and says how far off the rest is.
       highest: what the metric cannot exceed.
 
-    Raises: InputError as `read_curve` and `foretell`.
+    Raises: InputError as `read_curve`, `refuse_above` and `foretell`.
     """
     if not np.isfinite(highest):
         raise InputError(f"--highest {highest}: what the metric cannot exceed; give a number")
     curves = [read_curve(run, metric, skip) for run in runs]
+    for curve in curves:
+        refuse_above(curve, metric, highest)
     outlooks = [foretell(curve, highest) for curve in curves] if half else []
     numbers: dict[str, Any] = {}
     for place, curve in enumerate(curves):

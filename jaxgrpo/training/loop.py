@@ -47,6 +47,7 @@ from jaxgrpo.training.processes import peers, process
 from jaxgrpo.training.processes.recovery import writing_results
 from jaxgrpo.training.records.logbook import Clock
 from jaxgrpo.training.records.reading import evaluation_metrics, read_metrics, read_samples
+from jaxgrpo.training.records.report.html import NAME as REPORT
 from jaxgrpo.training.rewarding import with_logged
 from jaxgrpo.training.setup import Setup
 from jaxgrpo.training.stored_policy import evaluator_for_run
@@ -268,7 +269,7 @@ def write_results(opened: OpenRun, learner: Learner, has_evaluation: bool) -> di
         summary = opened.log.finish(summary)
     keeper.publish()
     opened.display.say(f"parameter hash {summary['parameter_hash']}")
-    adapter = "" if pretrained.model.config.lora is None else "adapter, "
-    files = f"model, {adapter}metrics.jsonl"
-    opened.display.say(f"{folder.place}: report.html, {files}, samples")
+    has_adapter = pretrained.model.config.lora is not None
+    files = [REPORT] * (folder.path / REPORT).is_file() + ["model"] + ["adapter"] * has_adapter
+    opened.display.say(f"{folder.place}: {', '.join(files)}, metrics.jsonl, samples")
     return summary

@@ -440,7 +440,7 @@ def is_config(target: str | Place) -> bool:
 
 def read_run(run: str | Place) -> tuple[Place, Config]:
     """The folder and the config of a run. Raises: InputError where it holds no run."""
-    folder = storage.place(run) if storage.is_url(run) else Path(os.path.expanduser(run))
+    folder = storage.place_as_named(run)
     file = folder / "config.toml"
     if not is_run(run) or (text := read_text(file)) is None:
         raise InputError(f"{folder}: no run folder (there is no config.toml in it)")

@@ -151,6 +151,15 @@ def test_fields_are_lists_for_each_group_or_for_all_or_json(capsys):
             advantages.read_fields([field], (1, 2))
 
 
+def test_no_value_of_a_large_group_is_cut_in_a_narrow_console(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    rewards = [f"0.{number:03}" for number in range(1, 33)]
+    text = output(capsys, "subtract_group_mean", "--rewards", ",".join(rewards))
+    assert "…" not in text
+    (line,) = (line for line in text.splitlines() if line.startswith("rewards"))
+    assert line.split()[-64:] == [*(f"{float(reward):.4g}" for reward in rewards), *["1"] * 32]
+
+
 def test_rewards_whose_advantage_would_be_lost_are_refused(capsys):
     for huge in ("1e20,0", "1e39,0", "0,-3e38"):
         assert "reward 'reward' holds" in output(capsys, "grpo", "--rewards", huge, code=2)

@@ -75,6 +75,29 @@ def test_the_last_metrics_stand_side_by_side_with_their_difference(tmp_path, cap
     assert not {"kl", "eval/accuracy/low"} & {*names}, "no number, or the end of an interval"
 
 
+def test_no_password_is_printed_or_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    url = 'path = ["https://me:{}@host/a:b,c@d.jsonl"]'
+    first = write(tmp_path / "a", data=url.format("secret"))
+    second = write(tmp_path / "b", data=url.format("another"))
+    page = tmp_path / "d.html"
+    assert main(["diff", first, second, "--out", str(page)]) == 0
+    assert main(["diff", first, second, "--json"]) == 0
+    text = capsys.readouterr().out + page.read_text()
+    assert "secret" not in text
+    assert "another" not in text
+    assert text.count("https://me:...@host") == 6, "that they differ is shown"
+
+
+def test_a_name_in_brackets_is_no_markup(tmp_path, capsys):
+    first, second = write(tmp_path / "b"), write(tmp_path / "a", train="seed = 1")
+    moved = Path(first).rename(tmp_path / "[b]a")  # a run does not begin in such a folder
+    assert main(["diff", str(moved), second]) == 0
+    rows = lines(capsys.readouterr().out)
+    assert ["key", "[b]a", "a"] in rows
+    assert ["", "[b]a", "a", "difference"] in rows
+
+
 def test_the_page_draws_every_chart_with_the_curves_of_both(tmp_path, capsys):
     first, second = write(tmp_path / "first run"), write(tmp_path / "$second_", "tables", steps=1)
     out = tmp_path / "d.html"

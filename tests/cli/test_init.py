@@ -57,6 +57,12 @@ def test_a_project_for_a_model_is_a_right_config_and_makes_no_base(
     assert "test.jsonl is there already" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_a_model_may_be_named_from_the_home_folder(chat_model, monkeypatch):
+    monkeypatch.setenv("HOME", str(chat_model.parent))
+    assert init.project_for("~/chat").model == str(chat_model)
+
+
 def test_a_model_that_would_think_is_told_not_to(chat_model, tmp_path):
     folder = shutil.copytree(chat_model, tmp_path / "thinks")
     (folder / "chat_template.jinja").write_text(

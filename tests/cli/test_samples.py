@@ -101,6 +101,13 @@ def test_the_newest_step_is_the_default_and_texts_do_not_act(run, capsys):
     assert "\x1b" not in text
 
 
+def test_a_run_is_named_from_the_home_folder_by_its_mark(run, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(Path(run).parent))
+    for command in ("samples", "report"):  # bash leaves the mark in --option=~/run, and in quotes
+        assert main([command, "~/run", "--json"]) == 0
+    assert '"run": "run"' in capsys.readouterr().out
+
+
 def test_the_numbers_are_one_document(run, capsys):
     words = ("--step", "2", "--sort", "reward", "--contains", "st", "--limit", "2", "--json")
     document = json.loads(printed(capsys, run, *words))

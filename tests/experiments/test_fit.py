@@ -96,6 +96,19 @@ def test_too_few_points_and_unknown_metrics_are_refused(tmp_path):
         foretell(read._replace(compute=np.array([1.0, 2, 3, 4, 21, 30, 40])))
 
 
+def test_a_curve_above_what_the_metric_cannot_exceed_is_refused(tmp_path, capsys):
+    lines = [{"step": step, "reward": 3 - 3 / step, "flops": 2.0} for step in range(1, 9)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    words = ["fit", str(tmp_path), "--metric", "reward"]
+    assert main(words) == 2
+    assert "reward reaches 2.625, and --highest is 1: give what it" in capsys.readouterr().err
+    assert main([*words, "--highest", "3", "--json"]) == 0
+    (numbers,) = json.loads(capsys.readouterr().out)["runs"].values()
+    assert numbers["ceiling"] == pytest.approx(3, rel=1e-2)  # 3 C / (C + 2), C of the steps before
+    share = curve(5, noise=0.0)
+    fit.refuse_above(share._replace(value=share.value * 0 + np.float32(1.0000001)), "reward", 1.0)
+
+
 def test_a_metric_of_training_lies_at_the_compute_of_the_policy_that_drew_its_samples(tmp_path):
     """In step 1 that is the base, and an evaluation of step 1 is behind its update."""
     lines: list[dict[str, float]] = [{"step": 0, "eval/accuracy": 0.1}]

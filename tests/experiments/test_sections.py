@@ -27,3 +27,12 @@ def test_a_bar_in_a_cell_begins_no_column_in_markdown():
     rows = [["key", "a"], ["rewards", '"^(yes|no)$"']]
     lines = Section("differences", rows=rows).markdown().splitlines()
     assert lines[2:5] == ["| key | a |", "| --- | ---: |", r'| rewards | "^(yes\|no)$" |']
+
+
+def test_brackets_and_colons_of_a_cell_are_no_markup():
+    console = Console(file=(screen := io.StringIO()), width=200)
+    cells = ['"[a-z]+"', '"[/answer]"', "runs/a[b]:smile:"]
+    Section("of [b]", rows=[["[key]", "[/]", "x", "y"], ["pattern", *cells]]).show(console)
+    text = screen.getvalue()
+    for cell in (*cells, "of [b]", "[key]", "[/]"):
+        assert cell in text

@@ -86,7 +86,8 @@ def test_the_summary_counts_the_warnings(failing):
 
 
 def test_the_report_of_the_end_says_so_too(failing):
-    _, finished, _ = failing
+    _, finished, printed = failing
+    assert f"{finished.path}: report.html, model, metrics.jsonl, samples\n" in printed
     text = (finished.path / "report.html").read_text()
     assert '<span class="status">finished</span>' in text
     assert "step 5 of 5" in text

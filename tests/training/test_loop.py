@@ -1,8 +1,10 @@
 """A whole run: what it writes, that it moves what it should, and nothing else."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
+import io
 import json
 import runpy
 import shutil
@@ -17,6 +19,7 @@ import pytest
 import small_run
 
 import jaxgrpo
+from jaxgrpo.cli import inference
 from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import decoder
@@ -35,8 +38,11 @@ def run(tmp_path_factory):
     config = small_run.config(
         folder, **{"eval.data": "task:arithmetic:test", "eval.prompts": 20, "eval.samples": 4}
     )
-    steps = []
-    finished = loop.train(config, on_step=lambda *step: steps.append(step), profile=True)
+    steps, out = [], io.StringIO()
+    with contextlib.redirect_stdout(out):
+        finished = loop.train(config, on_step=lambda *step: steps.append(step), profile=True)
+    # run.report is off: no report is named that is not there.
+    assert f"\n{folder}: model, metrics.jsonl, samples\n" in out.getvalue()
     assert list(folder.rglob("*.xplane.pb"))  # a trace of the second step
     assert [number for number, _ in steps] == [1, 2, 3]
     assert steps[1][1]["loss"] == small_run.metrics(finished.path)[2]["loss"]
@@ -458,6 +464,11 @@ def test_a_home_folder_may_be_named_by_its_mark(tmp_path, monkeypatch):
     assert stored_policy.is_run("~/r")
     assert stored_policy.read_run("~/r")[0] == tmp_path / "r"
     assert stored_policy.config_for("~/r").model.path == str(tmp_path / "r" / "model")
+    (tmp_path / "base").symlink_to(small_run.base())
+    config = small_run.config(tmp_path / "r")
+    base = inference._find_base("~/r", config.model, config.eval, "~/base")
+    assert base is not None
+    assert base[0].path == str(tmp_path / "base")
 
 
 async def follow(number, metrics):

@@ -256,7 +256,7 @@ def make_cases(experiment: Experiment, base: Mapping[str, Any] | None = None) ->
 
 
 def differences(cases: Sequence[Case]) -> dict[str, dict[str, str]]:
-    """Every key that is not the same in all arms -> its value in each; seeds apart.
+    """Every key that is not the same in all arms -> its value in each, to print; seeds apart.
 
     An arm's learning rates are one key, `learning_rates`, in which their order does not count.
     """
@@ -269,7 +269,11 @@ def differences(cases: Sequence[Case]) -> dict[str, dict[str, str]]:
         key: {arm: keys.get(key, "–") for arm, keys in flat.items()}
         for key in sorted(set().union(*flat.values()) - swept)
     }
-    return {key: values for key, values in rows.items() if len({*values.values()}) > 1}
+    return {
+        key: {arm: configs.printed_entry(text) for arm, text in values.items()}
+        for key, values in rows.items()
+        if len({*values.values()}) > 1
+    }
 
 
 def read(raw: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:

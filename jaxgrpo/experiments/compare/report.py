@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -328,8 +329,8 @@ def by_rate(axes: Axes, experiment: Experiment, outcomes: Outcomes) -> None:
         positions = np.array([rates.index(rate) for rate in experiment.rates(arm)])
         shift = 0.03 * (place - len(experiment.arms) / 2)
         axes.errorbar(
-            positions + shift, middle, yerr=np.nan_to_num(np.maximum(ends, 0)), color=colour(place),
-            label=arm, marker="o", markersize=3, linewidth=1.2, capsize=2, linestyle=dashes(place),
+            positions + shift, middle, yerr=np.nan_to_num(np.maximum(ends, 0)), marker="o",
+            markersize=3, linewidth=1.2, capsize=2, linestyle=dashes(place), **look(arm, place),
         )  # fmt: skip
     axes.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
 
@@ -363,7 +364,7 @@ def passes(axes: Axes, runs_by_arm: Mapping[str, Sequence[Outcome]]) -> None:
         if place == 0:
             axes.plot(k, base, ":", color="#111827", linewidth=1.6, label="base")
         trained = np.mean([run.trained_pass for run in runs], axis=0)
-        axes.plot(k, trained, dashes(place), color=colour(place), linewidth=1.4, label=arm)
+        axes.plot(k, trained, dashes(place), linewidth=1.4, **look(arm, place))
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
@@ -372,7 +373,7 @@ def distance(axes: Axes, points: Mapping[str, np.ndarray]) -> None:
     """The gain over the distance from the base, as `numbers.distances` has them: seeds, means."""
     for place, (arm, pairs) in enumerate(points.items()):
         axes.plot(*pairs, marker(place), color=colour(place), alpha=0.4, markersize=3)
-        axes.plot(*pairs.mean(1, keepdims=True), marker(place), color=colour(place), label=arm)
+        axes.plot(*pairs.mean(1, keepdims=True), marker(place), **look(arm, place))
 
 
 def curves(axes: Axes, runs_by_arm: Mapping[str, Sequence[Outcome]], name: str) -> None:
@@ -386,12 +387,11 @@ def curves(axes: Axes, runs_by_arm: Mapping[str, Sequence[Outcome]], name: str) 
     for place, (arm, runs) in enumerate(runs_by_arm.items()):
         values = np.array([smooth(run.curves[name]) for run in runs])
         steps = np.arange(1, values.shape[1] + 1)
-        middle, tone = values.mean(0), colour(place)
-        axes.plot(steps, middle, dashes(place), color=tone, linewidth=1.4, label=arm)
+        axes.plot(steps, values.mean(0), dashes(place), linewidth=1.4, **look(arm, place))
         if len(values) > 1:
             few = _are_few(len(values))
             band = _ends(values) if few else np.clip(student_interval(values), *bounds)
-            axes.fill_between(steps, *band, color=tone, alpha=0.15, linewidth=0)
+            axes.fill_between(steps, *band, color=colour(place), alpha=0.15, linewidth=0)
 
 
 def _are_few(seeds: int) -> bool:
@@ -421,6 +421,11 @@ def smooth(values: np.ndarray) -> np.ndarray:
     start = np.maximum(end - width, 0)
     with np.errstate(invalid="ignore", divide="ignore"):
         return (total[end] - total[start]) / (count[end] - count[start])
+
+
+def look(arm: str, place: int) -> dict[str, Any]:
+    """The colour and the name of an arm in a legend."""
+    return {"color": colour(place), "label": charts.plain_label(arm)}
 
 
 def colour(place: int) -> str:

@@ -181,24 +181,32 @@ def terminal_table(
     rows: Sequence[Sequence[RenderableType]],
     text: Collection[int] = (0,),
     no_wrap: bool = False,
+    title: str | None = None,
     **options: Any,
 ) -> Table:
-    """Rows for the terminal; the first one is the head.
+    """Rows for the terminal; the first one is the head. Brackets and colons in a cell, as in the
+    regular expression "[a-z]+", are shown: Rich would take them for markup or an emoji.
 
     Args:
       text: the places of the columns that hold text; the others hold numbers.
       no_wrap: every cell stays in one line.
+      title: of the table.
       options: of `rich.table.Table`.
     """
-    head, *body = rows
+    head, *body = [list(map(_literal, row)) for row in rows]
     text_places = {place % len(head) for place in text}
     table = Table(**{"title_justify": "left", **options})
+    table.title = None if title is None else Text(title, style="table.title")
     for place, name in enumerate(head):
         justify = "left" if place in text_places else "right"
         table.add_column(name, justify=justify, no_wrap=no_wrap)
     for row in body:
         table.add_row(*row)
     return table
+
+
+def _literal(cell: RenderableType) -> RenderableType:
+    return Text(cell) if isinstance(cell, str) else cell
 
 
 def show_table(console: Console, rows: Sequence[Sequence[RenderableType]], **options: Any) -> None:
@@ -272,13 +280,13 @@ def show(console: Console, record: Record) -> None:
         shared_names = (name for name in base.keys() & now.keys() if not is_end(name))
         rows = sorted(shared_names, key=accuracy_first)
         title = "evaluation, with 95% intervals over prompts"
-        console.print(comparison(title, ends, rows, intervals=True))
+        show_whole(console, comparison(title, ends, rows, intervals=True))
     curves = {metric: values for metric in METRICS if (values := record.series(metric)[1])}
     rows = [["", "first", "now", f"to step {record.step}"]]
     for metric, values in curves.items():
         rows.append([metric, f"{values[0]:.3g}", f"{values[-1]:.3g}", sparkline(values)])
     if curves:
-        console.print(terminal_table(rows, text=(0, 3), no_wrap=True, **LOOK))
+        show_whole(console, terminal_table(rows, text=(0, 3), no_wrap=True, **LOOK))
 
 
 def summarize(record: Record) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
       path: the run folder, or the file.
     Raises: InputError on a line that is no JSON object with a step, unless it is the last one.
     """
-    path = storage.place(path) if storage.is_url(path) else Path(path)
+    path = storage.place_as_named(path)
     file = path / "metrics.jsonl" if path.is_dir() else path
     return [entry for _, entry in complete_lines(file)]
 
@@ -77,7 +77,7 @@ def evaluation_metrics(line: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_samples(path: str | os.PathLike[str], step: int | None = None) -> list[dict[str, Any]]:
     """The rows of a run's file of samples, by default of the newest; [] where there is none."""
-    folder = storage.place(path) if storage.is_url(path) else Path(path)
+    folder = storage.place_as_named(path)
     numbers = [number for number in sample_steps(folder) if step in (None, number)]
     if not numbers:
         return []

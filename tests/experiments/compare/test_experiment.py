@@ -226,6 +226,15 @@ def test_differences_are_those_of_the_resolved_configs(tmp_path):
     }
 
 
+def test_no_password_is_among_the_differences(tmp_path):
+    (tmp_path / "mine.py").write_text("def judge(completions, url, **columns): ...\n")
+    judge = {"use": "mine.py:judge", "url": "https://me:secret@host/?key=1"}
+    arms = {"grpo": {}, "other": {"rewards": [{"use": "arithmetic"}, judge]}}
+    by_key = experiments.differences(cases(tmp_path, arms=arms))
+    url = '"https://me:...@host/?..."'
+    assert by_key["rewards.1.url"] == {"grpo": "–", "other": url}
+
+
 def test_an_arm_with_another_optimizer_keeps_what_every_optimizer_has(tmp_path):
     of_base = {"clip_norm": 0.3, "warmup_steps": 2, "schedule": "cosine", "weight_decay": 0.1}
     arms = {

@@ -194,10 +194,11 @@ def test_a_running_mean_takes_what_there_is():
 def test_names_with_mathematics_or_a_leading_underscore_are_labels():
     run = record()
     for line in run.lines[1:]:
-        line |= {"rewards/$x$/mean": 0.1, "rewards/_own/mean": 0.2}
+        line |= {"rewards/$x$/mean": 0.1, "rewards/_own/mean": 0.2, "rewards/正确/mean": 0.3}
     ((_, svg),) = [drawn for drawn in charts.draw(run) if drawn[0].title == "Reward"]
     assert "$x$" in svg
     assert "_own" in svg
+    assert "正确" in svg, "without a warning that the font lacks them"
 
 
 def test_the_same_run_draws_the_same_bytes():

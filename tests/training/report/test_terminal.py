@@ -52,6 +52,7 @@ def test_letters_of_every_script_stay_as_they_are():
     text = "naïve\u00a0: 你好\u3000، می\u200cخواهم 👩\u200d🔬"
     assert visible(text) == text
     assert visible("\u202e\u2028\x9b\ud800\x00") == "\\u202e\\u2028\\x9b\\ud800\\x00"
+    assert visible("\u061c\u200f") == "\\u061c\\u200f", "marks of direction, of all blocks"
 
 
 def test_an_excerpt_has_few_lines_with_the_start_and_the_end():
@@ -94,6 +95,21 @@ def test_the_evaluation_has_each_metric_once_with_its_interval():
         ["pass@4", "0.500 (0.438 to 0.625)"],
         ["pass@16", "0.750"],
     ]
+
+
+def test_a_pipe_and_a_narrow_terminal_cut_no_name():
+    name = "eval/accuracy/source_a_data_set_with_a_long_name"
+    values = {"eval/accuracy": 0.25, "eval/accuracy/low": 0.125, "eval/accuracy/high": 0.5}
+    lines = [{"step": step, "reward": 0.5, name: 0.75, **values} for step in (0, 1)]
+    run = Record(
+        name="r", status=FINISHED, config={}, lines=lines, summary={}, samples=[], warnings=[],
+        active=frozenset(),
+    )  # fmt: skip
+    out = io.StringIO()
+    console.show(Console(file=out, width=40, highlight=False, color_system=None), run)
+    assert name.removeprefix("eval/") in out.getvalue()
+    assert "▁▁" in out.getvalue()
+    assert "…" not in out.getvalue()
 
 
 def test_the_line_of_a_step_repeats_no_evaluation_of_an_earlier_one(capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import io
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -229,7 +230,7 @@ def _together(
             for label, curve in measured.items():
                 alone = len(metrics) == 1
                 place = number if alone else metrics.index(label)
-                curves[_plain(run) if alone else f"{label}, {_plain(run)}"] = curve
+                curves[plain_label(run) if alone else f"{label}, {plain_label(run)}"] = curve
                 dashes = "-" if alone else DASHES[number % len(DASHES)]
                 styles.append((COLOURS[place % len(COLOURS)], dashes))
         if curves:
@@ -243,7 +244,7 @@ def _curves(panel: Panel, record: Record) -> dict[str, Curve]:
     for pattern, label in panel.curves.items():
         prefix, _, suffix = pattern.partition("*")
         for name in sorted(fnmatch.filter(measured, pattern), key=natural):
-            labels[name] = _plain(
+            labels[name] = plain_label(
                 label.replace("*", name.removeprefix(prefix).removesuffix(suffix))
             )
     has_weight = any(weight != 1 for weight in weights(record).values())
@@ -266,7 +267,7 @@ def _curve(record: Record, name: str) -> Curve:
     return Curve(*thin(values), (low, high))
 
 
-def _plain(label: str) -> str:
+def plain_label(label: str) -> str:
     """A label that matplotlib neither reads as mathematics nor hides for a leading "_"."""
     label = visible(label).replace("$", r"\$")
     return f" {label}" if label.startswith("_") else label
@@ -346,7 +347,11 @@ def _columns(labels: Sequence[str]) -> int:
 def as_svg(figure: Figure) -> str:
     """The same text for the same chart."""
     text = io.StringIO()
-    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    options: dict[str, Any] = {"transparent": True, "metadata": {"Date": None, "Creator": None}}
+    with warnings.catch_warnings():
+        # Text stays text: who reads it has the letters, also where matplotlib's font lacks them.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+        figure.savefig(text, format="svg", **options)
     return text.getvalue()
 
 

@@ -117,7 +117,7 @@ def write_report(folder: Place, status: str | None = None) -> Place:
 def report(run: str | Path, text: bool = False, as_json: bool = False) -> int | console.Document:
     """The command: writes report.html, or prints a summary. Returns the exit code."""
     screen = Console(highlight=False)
-    folder = storage.place(run) if storage.is_url(run) else Path(run)
+    folder = storage.place_as_named(run)
     if as_json:
         return console.Document(console.summarize(read_run(folder)))
     if text:

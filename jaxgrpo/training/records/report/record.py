@@ -25,7 +25,7 @@ from jaxgrpo.training.records.reading import (
     read_samples,
 )
 
-TURNS = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+TURNS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 UNDER_WAY, FINISHED, STOPPED = "under way", "finished", "stopped"
 
 
