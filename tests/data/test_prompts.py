@@ -182,6 +182,24 @@ def test_special_tokens_come_from_the_template_or_the_tokenizer_and_never_twice(
     assert prepare(["ab"], tokenizer, 8).encoded[0].tolist() == [0, 1, 2]
 
 
+def test_a_text_with_the_begin_token_that_the_tokenizer_adds_is_refused():
+    assert prepare(["<s>ab"], characters(), 8).encoded[0].tolist() == [0, 1, 2]
+    with pytest.raises(InputError, match=r"^row 1: the prompt begins with '<s>', and the tokeniz"):
+        prepare(["ab", "<s>ab"], characters(begin=True), 8)
+
+
+def test_a_text_that_a_template_has_written_is_not_written_again():
+    tokenizer = characters()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<user>", "<image>"]})
+    tokenizer.chat_template = "<user>{{ messages[0]['content'] }}"
+    written = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    with pytest.raises(InputError, match=r"^row 1: .* begins with '<user>', which the chat templa"):
+        prepare(["a", written], tokenizer, 8)
+    assert prepare(["<image>a"], tokenizer, 8).encoded[0].tolist() == [27, 28, 1]
+    chat = make_chat(tokenizer, "none", None, {}, "model")
+    assert data.encode([{"prompt": written}], chat)[0].tolist() == [27, 1]
+
+
 def test_prompts_that_are_too_long_are_counted_and_the_longest_named():
     message = (
         r"2 of 4 prompts are longer than rollout.max_prompt_tokens = 3 "
