@@ -172,6 +172,32 @@ def test_what_a_saved_data_set_does_not_have_is_refused(tmp_path):
         read(Source(str(tmp_path / "one"), split="test", key="eval.data"))
 
 
+@pytest.mark.parametrize("split", ["train[:50%]", "train[1:]", "test+train[-1:]", "test"])
+def test_a_part_of_what_was_saved_is_that_of_its_files(folder, tmp_path, split):
+    data_sets = datasets.load_dataset(str(folder))
+    data_sets.save_to_disk(tmp_path / "saved")
+    expected = read_rows(read(Source(str(folder), split=split)))
+    assert expected
+    assert read_rows(read(Source(str(tmp_path / "saved"), split=split))) == expected
+    assert read_rows(from_python(data_sets, split)) == expected
+
+
+def test_parts_of_splits_that_are_not_there_are_refused(tmp_path):
+    train = datasets.Dataset.from_list(ROWS, split=datasets.Split.TRAIN)
+    train.save_to_disk(tmp_path / "one")
+    assert read_rows(read(Source(str(tmp_path / "one"), split="train[:1]"))) == ROWS[:1]
+    with pytest.raises(
+        InputError, match=r"data.split = 'test\[:1\]' cannot be read \(Unknown split"
+    ):
+        read(Source(str(tmp_path / "one"), split="test[:1]"))
+    with pytest.raises(
+        InputError, match=r"'a\[x\]' cannot be read \(Unrecognized instruction form"
+    ):
+        from_python(datasets.DatasetDict({"a": train, "b": train}), "a[x]")
+    with pytest.raises(InputError, match=r"no split 'a\[:1\]': set data.split to one of a, b"):
+        from_python({"a": ROWS, "b": ROWS}, "a[:1]")
+
+
 def test_a_split_that_is_not_there_or_not_named_is_said_with_those_there(folder, tmp_path):
     with pytest.raises(InputError, match=r"several splits: set eval.split to one of train, test"):
         read(Source(str(folder), key="eval.data"))
