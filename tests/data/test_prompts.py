@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from typing import Any
 
+import minimal_config
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from jaxgrpo.config import files as configs
 from jaxgrpo.config import methods
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import prompts as data
 from jaxgrpo.data.chat import make_chat
 from jaxgrpo.data.sources import Source
+from jaxgrpo.training import inputs
 
 
 @pytest.fixture
@@ -235,6 +240,26 @@ def test_messages_name_the_line_where_blank_lines_or_dropped_rows_shift_the_numb
         methods.needed_columns(frozenset({"level"}), left, [])
     with pytest.raises(InputError, match=r"^row 0 \(line 3\): the prompt has the token 2, "):
         data.encode(left, chat._replace(vocab_size=2))
+
+
+def test_held_out_prompts_that_are_trained_on_are_counted():
+    pairs = {"train": ["a1", "b2", "c3"], "held out": ["b2", "a2", "d3", "c3"]}
+    chat = make_chat(characters(), "none", None, {}, "model")
+    training, held_out = (
+        data.prepare([{"prompt": text[0], "answer": text[1]} for text in texts], chat, 8, "error")
+        for texts in pairs.values()
+    )
+    read: Any = functools.partial(inputs.Inputs, None, chat, training, replay=None)
+
+    def line(held_out, **tables):
+        config = configs.from_dict(minimal_config.tables(**tables))
+        return inputs.shared_line(config, read(held_out=held_out))
+
+    assert line(held_out) == "2 of 4 prompts are training prompts too, with the same answers"
+    first = {"eval": {"data": "task:arithmetic:test", "prompts": 3}}
+    assert line(held_out, **first).startswith("1 of 3 prompts are")
+    assert line(None) == line(held_out._replace(rows=[], encoded=[])) == ""
+    assert line(held_out, environment="jaxgrpo.environments.games:NumberGuess") == ""
 
 
 def test_a_tokenizer_that_ends_each_text_is_refused():
