@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgrpo.data.chat import Message, for_rewards
+from jaxgrpo.data.chat import Message, for_rewards, with_start
 from jaxgrpo.rewards.calling import RewardLog, call_rewards
 from jaxgrpo.rewards.protocol import Reward, TrainerState
 
@@ -60,7 +60,8 @@ def call_on_texts(
     """
     prompts, completions = for_rewards(texts.prompts, texts.completions)
     if texts.messages and not isinstance(prompts[0], str):
-        completions = list(texts.messages)
+        pairs = zip(texts.prompts, texts.messages, strict=True)
+        completions = [with_start(prompt, messages) for prompt, messages in pairs]
     return call_rewards(
         rewards,
         prompts,
