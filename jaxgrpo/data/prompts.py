@@ -320,9 +320,11 @@ def _prompt(where: str, row: Row, prompt: str, needed: Sequence[str]) -> Any:
         return PLACEHOLDER
     if is_template(prompt):
         for name in needed:
-            if not isinstance(row[name], (str, numbers.Number)):
+            is_written = isinstance(row[name], (str, numbers.Number))
+            if not is_written or sources.is_gap(row[name]):
+                kind = "NaN" if is_written else _kind(row[name])
                 raise InputError(
-                    f"{where}: column {name!r} holds {_kind(row[name])} where data.prompt needs a "
+                    f"{where}: column {name!r} holds {kind} where data.prompt needs a "
                     "text or a number: write one, or take the row out"
                 )
         return fill(prompt, row)

@@ -166,11 +166,13 @@ def test_a_template_makes_prompts_of_columns_and_rewards_still_get_the_columns(w
             r"line 1: no column 'promt' \(did you mean 'prompt'\?\); columns ",
         ),
         ("{prompt} {answer}", r"line 2: column 'answer' holds nothing \(null\) where data.prompt"),
+        ("{prompt} {level}", r"line 2: column 'level' holds NaN where data.prompt needs a text or"),
     ],
 )
 def test_a_template_that_a_row_cannot_fill_names_the_row(write, prompt, message):
+    rows = {**GOOD, "level": 1.0}, {"prompt": "x", "answer": None, "level": float("nan")}
     with pytest.raises(InputError, match=message):
-        load_rows(write(GOOD, {"prompt": "x", "answer": None}), prompt=prompt)
+        load_rows(write(*rows), prompt=prompt)
 
 
 def test_prompts_become_the_tokens_the_tokenizer_gives():
