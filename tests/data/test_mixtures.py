@@ -18,7 +18,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import prompts
 from jaxgrpo.data.sources import Mixture
 from jaxgrpo.rollout.policies import build_policy
-from jaxgrpo.rollout.selection import BLOCK, row_of
+from jaxgrpo.rollout.selection import BLOCK, _orders, row_of
 from jaxgrpo.training import fingerprints, inputs, loop
 
 MIXTURE = Mixture(("a", "b", "c"), (2.0, 1.0, 0.5), (30, 7, 50))
@@ -47,6 +47,15 @@ def test_each_source_has_epochs_of_its_own_in_orders_of_their_own():
     twins = Mixture(("a", "b"), (1.0, 1.0), (40, 40))
     rows = stream(twins, 80)
     assert (rows[rows < 40] != rows[rows >= 40] - 40).any()
+
+
+def test_the_order_of_an_epoch_of_a_source_is_made_once_however_many_sources_there_are():
+    mixture = Mixture(tuple("abcdef"), (1.0,) * 6, (2000, 2100, 2200, 2300, 2400, 900))
+    _orders.cache_clear()
+    for first in range(0, 2 * BLOCK, 64):
+        stream(mixture, 64, first)
+    orders: Any = _orders(mixture.sizes, SEED)
+    assert [order.cache_info().misses for order in orders] == [1, 1, 1, 1, 1, 2]
 
 
 def test_the_order_depends_on_the_seed_alone_and_one_source_is_the_plain_stream():
