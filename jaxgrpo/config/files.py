@@ -13,7 +13,6 @@ import datetime
 import json
 import math
 import os
-import re
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from jaxgrpo.core.errors import ConfigError, InputError, differing_names, no_tex
 from jaxgrpo.core.scores import POLICIES
 from jaxgrpo.data.chat import CHOICES
 from jaxgrpo.data.storage import is_url
-from jaxgrpo.data.written import text_of_value
+from jaxgrpo.data.written import as_json, text_of_value
 from jaxgrpo.rewards import callable_name
 
 RESUMABLE = {
@@ -278,30 +277,15 @@ def _override(tables: dict[str, Any], text: str) -> Iterator[str]:
         if plain.startswith(("[", "{", '"', "'")):
             yield f"--set {text}: the value is not TOML: {error}"
             return
-        if (remedy := _remedy(plain)) is not None:
-            yield f"--set {text}: {plain} would be a text; {remedy}"
+        if right := "null" if plain == "null" else as_json(plain):
+            right = "nothing behind the =, which leaves the key unset" if right == "null" else right
+            yield f"--set {text}: {plain} would be a text; write {right}"
             return
         value = plain or _nothing(".".join(path))
     try:
         put(tables, path, value, Path.cwd())
     except (TypeError, AttributeError, ValueError, IndexError):
         yield f"--set {text}: {name} does not lead to a key of the config"
-
-
-def _remedy(value: str) -> str | None:
-    """What to write for a value that Python reads as no text, and TOML not at all; None: it is one.
-
-    An option takes any text, and templates take "False" for true.
-
-    >>> _remedy("False"), _remedy(".5"), _remedy("runs/7")
-    ('write false', 'write 0.5', None)
-    """
-    if value in ("True", "False"):
-        return f"write {value.lower()}"
-    if value == "None":
-        return "write nothing behind the =, which leaves the key unset"
-    is_number = re.fullmatch(r"[+-]?(\.\d+|\d+\.)(e[+-]?\d+)?", value, re.IGNORECASE)
-    return f"write {float(value)!r}" if is_number else None
 
 
 def _nothing(name: str) -> str | None:

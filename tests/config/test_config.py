@@ -108,6 +108,7 @@ def test_nothing_changes_a_config():
         ("train.steps", "--set train.steps: expected table.key=value"),
         ("train.steps=True", "--set train.steps=True: True would be a text; write true"),
         ("data.chat_template_kwargs.thinks=False", "False would be a text; write false"),
+        ("data.system=null", "--set data.system=null: null would be a text; write nothing"),
         ("loss.entropy=None", "None would be a text; write nothing behind the =, which leaves"),
         ("optimizer.b2=.5", "--set optimizer.b2=.5: .5 would be a text; write 0.5"),
         ("train.steps=[1", "--set train.steps=[1: the value is not TOML"),
