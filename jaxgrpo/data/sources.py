@@ -363,29 +363,47 @@ def _data_set(source: Source, path: Path) -> Any:
     split = source.split
     saved = any((path / file).is_file() for file in ("dataset_dict.json", "state.json"))
     with refusing(lambda error: _failure(source, error, local)):  # of a dozen kinds
+        home = path.resolve()  # as `datasets` names files
         if saved:  # by save_to_disk
+            author = "dataset_dict.json or state.json"
+            _refuse_files_elsewhere(source, home, _saved_files(home), author)
             data_set = splits.saved(
                 datasets.load_from_disk(name), source.subset, split, source.where, source.table
             )
         else:
             if local:
                 builder = datasets.load_dataset_builder(name, source.subset)
-                _refuse_files_elsewhere(source, path, builder.config.data_files or {})
+                parts = (builder.config.data_files or {}).values()
+                files = (str(file) for part in parts for file in part)
+                _refuse_files_elsewhere(source, home, files, "README.md")
             data_set = datasets.load_dataset(name, source.subset, split=split, revision=revision)
     return splits.select(data_set, split, source.where, source.table)
 
 
+def _saved_files(folder: Path) -> Iterator[str]:
+    """The files that the JSON of `save_to_disk` in a folder names, each before it is read."""
+    homes, names = [folder], folder / "dataset_dict.json"
+    if names.is_file():
+        homes += [folder / split for split in parse_json(names.read_bytes())["splits"]]
+    for state in [home / "state.json" for home in homes]:
+        yield str(state)
+        if state.is_file():
+            for entry in parse_json(state.read_bytes())["_data_files"]:
+                yield str(state.parent / entry["filename"])
+
+
 def _refuse_files_elsewhere(
-    source: Source, folder: Path, files: Mapping[Any, Iterable[Any]]
+    source: Source, folder: Path, files: Iterable[str], author: str
 ) -> None:
-    """Raises: InputError where the README.md of a folder, as of a stranger's, names files that are
-    not in it."""
-    home = folder.resolve()  # as `datasets` names files
-    for file in (str(file) for part in files.values() for file in part):
+    """Raises: InputError where a folder, as of a stranger's, names files that are not in it.
+
+    Args: author: the file of the folder that names them.
+    """
+    for file in files:
         # Links are followed: the hub's cache is made of them.
-        if not Path(os.path.abspath(file)).is_relative_to(home):
+        if not Path(os.path.abspath(file)).is_relative_to(folder):
             raise InputError(
-                f"{source.where}: its README.md names {file}, which is not in the folder: take it "
+                f"{source.where}: its {author} names {file}, which is not in the folder: take it "
                 "out there, or put the file into the folder"
             )
 

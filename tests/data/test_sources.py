@@ -154,6 +154,26 @@ def test_a_folder_whose_description_names_files_elsewhere_is_refused(folder, nam
         read(Source(str(folder)))
 
 
+def test_a_saved_data_set_that_names_files_elsewhere_is_refused(tmp_path):
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "secret")
+    (arrow,) = (tmp_path / "secret").glob("*.arrow")
+    datasets.Dataset.from_list(ROWS[1:]).save_to_disk(tmp_path / "one")
+    state = json.loads((tmp_path / "one" / "state.json").read_text())
+    for name in (f"../secret/{arrow.name}", str(arrow)):
+        state["_data_files"] = [{"filename": name}]
+        (tmp_path / "one" / "state.json").write_text(json.dumps(state))
+        with pytest.raises(
+            InputError, match=r"or state.json names .*secret.*, which is not in the"
+        ):
+            read(Source(str(tmp_path / "one")))
+    (tmp_path / "several").mkdir()
+    (tmp_path / "several" / "dataset_dict.json").write_text('{"splits": ["../secret"]}')
+    with pytest.raises(InputError, match=r"dataset_dict.json or state.json names .*secret"):
+        read(Source(str(tmp_path / "several")))
+    (tmp_path / "link").symlink_to(tmp_path / "secret")
+    assert read_rows(read(Source(str(tmp_path / "link")))) == ROWS
+
+
 def test_a_folder_written_by_save_to_disk_gives_its_rows(tmp_path):
     datasets.DatasetDict({"a": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "saved")
     assert read_rows(read(Source(str(tmp_path / "saved")))) == ROWS
