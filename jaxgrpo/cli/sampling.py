@@ -6,6 +6,7 @@ continues a file only if it would have written the same rows itself.
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import functools
 import json
@@ -18,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxgrpo.config import own_code
+from jaxgrpo.config.files import Config
 from jaxgrpo.config.ranges import HEAT
 from jaxgrpo.config.tables import SampleOverrides
 from jaxgrpo.core.errors import InputError, refusing
@@ -119,7 +121,7 @@ def write_samples(
     check_writable(out, inputs=[prompts])
     rows = _lines(prompts) if prompts.endswith(".txt") else None
     changes = option_changes(None if rows else prompts, top_k, top_p, max_tokens)
-    config = config_for(target, changes, overrides)
+    config = without_columns(config_for(target, changes, overrides))
     process.start(config.mesh.platform)
     config = config.at_time(config.data.template_time or _template_time(out, overwrite))
     console = Console(highlight=False)
@@ -369,6 +371,15 @@ def option_changes(
         "rollout.max_completion_tokens": max_tokens,
         "loss.proximal": "trainer" if cut else None,  # training refuses the cut otherwise
     }
+
+
+def without_columns(config: Config) -> Config:
+    """The config with entries of `data.path` that say no columns: those of `option_changes` are
+    read, also where the prompts are of the source of an entry."""
+    if not isinstance(parts := config.data.path, tuple):
+        return config
+    path = tuple(dataclasses.replace(part, prompt=None, answer=None) for part in parts)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, path=path))
 
 
 def _template_time(out: str, overwrite: bool) -> str:

@@ -37,7 +37,7 @@ from jaxgrpo.core.errors import (
 from jaxgrpo.core.scores import POLICIES
 from jaxgrpo.data.chat import CHOICES
 from jaxgrpo.data.storage import is_url
-from jaxgrpo.data.written import text_of_value
+from jaxgrpo.data.written import as_json, text_of_value
 from jaxgrpo.rewards import callable_name
 
 RESUMABLE = {
@@ -280,10 +280,15 @@ def _override(tables: dict[str, Any], text: str) -> Iterator[str]:
     try:
         value = tomllib.loads(f"value = {value_text}")["value"]
     except (ValueError, RecursionError) as error:
-        if value_text.strip().startswith(("[", "{", '"', "'")):
+        plain = value_text.strip()
+        if plain.startswith(("[", "{", '"', "'")):
             yield f"--set {text}: the value is not TOML: {error}"
             return
-        value = value_text.strip() or _nothing(".".join(path))
+        if right := "null" if plain == "null" else as_json(plain):
+            right = "nothing behind the =, which leaves the key unset" if right == "null" else right
+            yield f"--set {text}: {plain} would be a text; write {right}"
+            return
+        value = plain or _nothing(".".join(path))
     try:
         put(tables, path, value, Path.cwd())
     except (TypeError, AttributeError, ValueError, IndexError):

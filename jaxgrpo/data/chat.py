@@ -129,11 +129,22 @@ def for_rewards(prompts: Sequence[Any], completions: Sequence[str]) -> tuple[lis
             reward_prompts.append(messages)
             reward_completions.append(text)
             continue
-        is_begun = _is_begun(messages)
-        start = messages[-1]["content"] if is_begun else ""
-        reward_prompts.append(list(messages[:-1] if is_begun else messages))
-        reward_completions.append([{"role": "assistant", "content": start + text}])
+        reward_prompts.append(list(messages[:-1] if _is_begun(messages) else messages))
+        reward_completions.append(with_start(messages, [{"role": "assistant", "content": text}]))
     return reward_prompts, reward_completions
+
+
+def with_start(prompt: Sequence[Message], messages: Sequence[Message]) -> Conversation:
+    """What was said behind a prompt; the first message has the text that the prompt begins it with.
+
+    >>> begun = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is"}]
+    >>> with_start(begun, [{"role": "assistant", "content": " 4"}])
+    [{'role': 'assistant', 'content': 'It is 4'}]
+    """
+    if not (messages and _is_begun(prompt)):
+        return list(messages)
+    first, *rest = messages
+    return [{**first, "content": prompt[-1]["content"] + first["content"]}, *rest]
 
 
 def make_chat(

@@ -164,7 +164,8 @@ class Mirror:
         for name in storage.listing(self.url):
             top = name.partition("/")[0]
             if top not in STAY and not _is_passing(name):
-                storage.download(f"{self.url}/{name}", file := self.folder / name)
+                file = storage.below(self.folder, name, self.url)
+                storage.download(f"{self.url}/{name}", file)
                 self._sent[name] = (file.stat().st_size, file.stat().st_mtime_ns)
             elif top in ("model", "adapter"):
                 self._sent[name] = None

@@ -157,8 +157,8 @@ def encode(rows: Sequence[Row], chat: Chat) -> list[np.ndarray]:
     """The tokens of each row's prompt as the model reads them, int32 [length].
 
     Raises: InputError if a prompt is empty, gives no token, cannot be written out in full or has a
-      token that the model does not have, if rows differ and all prompts are the same tokens, or if
-      the tokenizer ends each text.
+      token that the model does not have, if rows differ and all prompts are the same tokens, if a
+      text is written out already, or if the tokenizer ends each text.
     """
     prompts = {name_row(rows, place): row["prompt"] for place, row in enumerate(rows)}
     texts = [
@@ -176,7 +176,10 @@ def encode(rows: Sequence[Row], chat: Chat) -> list[np.ndarray]:
         )
     _check_differ(rows, tokens, chat)
     if chat.template is None:
+        _check_begin(rows, texts, tokens, chat.tokenizer)
         _check_open(chat.tokenizer, texts[0], tokens[0])
+    else:
+        _check_unwritten(rows, chat)
     if chat.vocab_size is not None:
         check_tokens(rows, tokens, chat.tokenizer, chat.vocab_size, "prompt")
     return tokens
@@ -219,6 +222,45 @@ def _check_differ(rows: Sequence[Row], tokens: Sequence[np.ndarray], chat: Chat)
             f"{text!r}: write them with characters that the tokenizer knows, or set "
             "data.chat_template"
         )
+
+
+def _check_begin(
+    rows: Sequence[Mapping[str, Any]],
+    texts: Sequence[str],
+    tokens: Sequence[np.ndarray],
+    tokenizer: Any,
+) -> None:
+    """Refuses texts with the begin token that the tokenizer puts in front of them again."""
+    mark, begin = getattr(tokenizer, "bos_token", None), getattr(tokenizer, "bos_token_id", None)
+    for place, (text, ids) in enumerate(zip(texts, tokens, strict=True)):
+        if mark and text.startswith(mark) and ids[:2].tolist() == [begin, begin]:
+            raise InputError(
+                f"{name_row(rows, place)}: the prompt begins with {mark!r}, and the tokenizer puts "
+                "another one in front: take it out of the prompts"
+            )
+
+
+def _check_unwritten(rows: Sequence[Mapping[str, Any]], chat: Chat) -> None:
+    """Refuses texts that a chat template has written: it would be written around them again."""
+    texts = {
+        place: row["prompt"].lstrip()
+        for place, row in enumerate(rows)
+        if isinstance(row["prompt"], str)
+    }
+    if not texts:
+        return
+    first = next(iter(texts))
+    frame = conversations.write(chat.for_row(rows[first]), "jaxgrpo", name_row(rows, first))
+    added = getattr(chat.tokenizer, "added_tokens_decoder", {}).values()
+    marks = tuple(token.content for token in added if token.special and token.content in frame)
+    for place, text in texts.items():
+        if text.startswith(marks):
+            mark = next(mark for mark in marks if text.startswith(mark))
+            raise InputError(
+                f"{name_row(rows, place)}: the prompt begins with {mark!r}, which {chat.name} "
+                'writes around it: it is written out already; set data.chat_template = "none", or '
+                "give what the user says alone, or messages"
+            )
 
 
 def _check_open(tokenizer: Any, text: str, ids: np.ndarray) -> None:
@@ -278,9 +320,11 @@ def _prompt(where: str, row: Row, prompt: str, needed: Sequence[str]) -> Any:
         return PLACEHOLDER
     if is_template(prompt):
         for name in needed:
-            if not isinstance(row[name], (str, numbers.Number)):
+            is_written = isinstance(row[name], (str, numbers.Number))
+            if not is_written or sources.is_gap(row[name]):
+                kind = "NaN" if is_written else _kind(row[name])
                 raise InputError(
-                    f"{where}: column {name!r} holds {_kind(row[name])} where data.prompt needs a "
+                    f"{where}: column {name!r} holds {kind} where data.prompt needs a "
                     "text or a number: write one, or take the row out"
                 )
         return fill(prompt, row)

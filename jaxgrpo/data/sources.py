@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from jaxgrpo.core.errors import InputError, one_line, refusing
-from jaxgrpo.data import storage, tasks
+from jaxgrpo.data import splits, storage, tasks
 from jaxgrpo.data.written import as_lists, is_too_long, widen
 
 Row = dict[str, Any]
@@ -179,7 +179,7 @@ def from_python(dataset: Any, split: str | None = None) -> list[Located]:
     """
     are_splits = isinstance(dataset, Mapping) and all(map(_are_rows, dataset.values()))
     if are_splits and any(not isinstance(rows, list) or rows for rows in dataset.values()):
-        dataset = _select_split(dataset, split, "dataset", "data")
+        dataset = splits.select(dataset, split, "dataset", "data")
     if isinstance(dataset, Mapping) or _is_frame(dataset):
         dataset = _rows_from_columns(dataset)
     is_iterable = hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
@@ -360,57 +360,52 @@ def _data_set(source: Source, path: Path) -> Any:
 
     local = path.is_dir()
     name, revision = (str(path), None) if local else (source.path, source.revision)
+    split = source.split
     saved = any((path / file).is_file() for file in ("dataset_dict.json", "state.json"))
     with refusing(lambda error: _failure(source, error, local)):  # of a dozen kinds
+        home = path.resolve()  # as `datasets` names files
         if saved:  # by save_to_disk
-            data_set = datasets.load_from_disk(name)
-            _refuse_unsaved(source, data_set)
+            author = "dataset_dict.json or state.json"
+            _refuse_files_elsewhere(source, home, _saved_files(home), author)
+            data_set = splits.saved(
+                datasets.load_from_disk(name), source.subset, split, source.where, source.table
+            )
         else:
             if local:
                 builder = datasets.load_dataset_builder(name, source.subset)
-                _refuse_files_elsewhere(source, path, builder.config.data_files or {})
-            data_set = datasets.load_dataset(
-                name, source.subset, split=source.split, revision=revision
-            )
-    return _select_split(data_set, source.split, source.where, source.table)
+                parts = (builder.config.data_files or {}).values()
+                files = (str(file) for part in parts for file in part)
+                _refuse_files_elsewhere(source, home, files, "README.md")
+            data_set = datasets.load_dataset(name, source.subset, split=split, revision=revision)
+    return splits.select(data_set, split, source.where, source.table)
+
+
+def _saved_files(folder: Path) -> Iterator[str]:
+    """The files that the JSON of `save_to_disk` in a folder names, each before it is read."""
+    homes, names = [folder], folder / "dataset_dict.json"
+    if names.is_file():
+        homes += [folder / split for split in parse_json(names.read_bytes())["splits"]]
+    for state in [home / "state.json" for home in homes]:
+        yield str(state)
+        if state.is_file():
+            for entry in parse_json(state.read_bytes())["_data_files"]:
+                yield str(state.parent / entry["filename"])
 
 
 def _refuse_files_elsewhere(
-    source: Source, folder: Path, files: Mapping[Any, Iterable[Any]]
+    source: Source, folder: Path, files: Iterable[str], author: str
 ) -> None:
-    """Raises: InputError where the README.md of a folder, as of a stranger's, names files that are
-    not in it."""
-    home = folder.resolve()  # as `datasets` names files
-    for file in (str(file) for part in files.values() for file in part):
+    """Raises: InputError where a folder, as of a stranger's, names files that are not in it.
+
+    Args: author: the file of the folder that names them.
+    """
+    for file in files:
         # Links are followed: the hub's cache is made of them.
-        if not Path(os.path.abspath(file)).is_relative_to(home):
+        if not Path(os.path.abspath(file)).is_relative_to(folder):
             raise InputError(
-                f"{source.where}: its README.md names {file}, which is not in the folder: take it "
+                f"{source.where}: its {author} names {file}, which is not in the folder: take it "
                 "out there, or put the file into the folder"
             )
-
-
-def _refuse_unsaved(source: Source, data_set: Any) -> None:
-    """Raises: InputError for a subset, and for another split than the single one that was saved."""
-    problem = None if source.subset is None else ("has no subsets", "subset")
-    if not isinstance(data_set, Mapping) and source.split not in (None, str(data_set.split)):
-        problem = f"holds a single data set, of the split {data_set.split}", "split"
-    if problem:
-        saved = f"{source.where}, which save_to_disk wrote, {problem[0]}"
-        raise InputError(f"{saved}: leave {source.table}.{problem[1]} out")
-
-
-def _select_split(data_set: Any, split: str | None, where: str, table: str) -> Any:
-    """The rows of one split, where `data_set` has splits; `table` is the config's, for its key."""
-    if not isinstance(data_set, Mapping):
-        return data_set
-    if split is None and len(data_set) == 1:
-        return next(iter(data_set.values()))
-    if split not in data_set:
-        problem = "several splits" if split is None else f"no split {split!r}"
-        names = ", ".join(map(str, data_set))
-        raise InputError(f"{where} has {problem}: set {table}.split to one of {names}")
-    return data_set[split]
 
 
 def _failure(source: Source, error: Exception, local: bool) -> str:

@@ -384,6 +384,17 @@ def local(path: str | os.PathLike[str], key: str, **patterns: list[str]) -> Path
         ) from error
 
 
+def below(folder: Path, name: str, url: str) -> Path:
+    """The file in a folder of an object below a URL.
+
+    Raises: OSError for one that leads out of the folder: names of objects are any texts, also of
+      strangers.
+    """
+    if name.startswith("/") or ".." in PurePosixPath(name).parts:
+        raise OSError(f"{url} holds an object whose name leads out of a folder: {name!r}")
+    return folder / name
+
+
 def _copied(url: str, patterns: dict[str, Any]) -> Path:
     from huggingface_hub.utils import filter_repo_objects
 
@@ -405,8 +416,9 @@ def _copied(url: str, patterns: dict[str, Any]) -> Path:
         if not home.exists():
             partial = home.with_suffix(".partial")  # of a process that died
             shutil.rmtree(partial, ignore_errors=True)
-            for file_name in file_names:
-                download(f"{url}/{file_name}", partial / name / file_name)
+            files = {below(partial / name, part, url): f"{url}/{part}" for part in file_names}
+            for file, source in files.items():
+                download(source, file)
             if info is not None:
                 download(url, partial / name)
             os.rename(partial, home)

@@ -94,12 +94,26 @@ def without_addresses(text: str) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
+def as_json(text: str) -> str | None:
+    """How JSON writes what Python reads as a truth value, None or a number, and JSON not at all.
+
+    Read as a text it would pass for an option: "False" counts as true. None: it is another text.
+
+    >>> as_json("False"), as_json("None"), as_json("-.5"), as_json("runs/7"), as_json("007")
+    ('false', 'null', '-0.5', None, None)
+    """
+    words = {"True": "true", "False": "false", "None": "null"}
+    is_number = re.fullmatch(r"[+-]?(\.\d+|\d+\.)(e[+-]?\d+)?", text, re.IGNORECASE)
+    return repr(float(text)) if is_number else words.get(text)
+
+
 def split_options(name: str) -> tuple[str, dict[str, Any]]:
     """A name and the options written behind it, as in an address.
 
     A value that is JSON is read as such, any other one is a text.
 
-    Raises: InputError on an option without a value, or one that stands twice.
+    Raises: InputError on an option without a value, one that stands twice, or one as Python writes
+      it and JSON does not.
     >>> split_options("FrozenLake-v1?is_slippery=false&map_name=8x8")
     ('FrozenLake-v1', {'is_slippery': False, 'map_name': '8x8'})
     >>> split_options("chain_sum")
@@ -111,6 +125,8 @@ def split_options(name: str) -> tuple[str, dict[str, Any]]:
         option, equals, text = entry.partition("=")
         if not option or not equals or option in options:
             raise InputError(f"{name!r}: write options once each, as {base}?size=100&seed=1")
+        if right := as_json(text):
+            raise InputError(f"{name!r}: {option}={text} would be a text: write {option}={right}")
         try:
             options[option] = json.loads(text)
         except ValueError:

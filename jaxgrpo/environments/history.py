@@ -118,8 +118,7 @@ class History(NamedTuple):
         """
         begun = chats.with_system(self.chat, prompt, WHERE)
         if messages and begun[-1]["role"] == "assistant":  # the first turn continues it
-            start, (first, *messages) = begun[-1]["content"], messages
-            begun = [*begun[:-1], {**first, "content": start + first["content"]}]
+            begun, messages = begun[:-1], chats.with_start(begun, messages)
         return _render(self.chat, [*begun, *messages], is_limited=False)
 
     def encode(self, text: str) -> list[int]:

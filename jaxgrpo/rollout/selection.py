@@ -84,8 +84,7 @@ def sequential() -> PromptPolicy:
     )
 
 
-@functools.lru_cache(maxsize=4)
-def _epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+def _order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of the rows, [num_rows], from the raw words of a counter-based generator.
 
     `Generator.permutation` may change between NumPy releases; these words may not.
@@ -95,6 +94,31 @@ def _epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     order = np.argsort(words, kind="stable").astype(np.int32)
     order.flags.writeable = False  # every caller gets the cached array
     return order
+
+
+_epoch_order = functools.lru_cache(maxsize=4)(_order)
+
+
+@functools.lru_cache(maxsize=2)
+def _orders(sizes: tuple[int, ...], seed: int) -> tuple[Callable[[int], np.ndarray], ...]:
+    """Of each source what gives the order of an epoch. It remembers two: a block of ordinals reads
+    all sources, a large one in two epochs at most."""
+    return tuple(
+        # Sources of the same size have orders of their own; seeds are below 2**32.
+        functools.lru_cache(maxsize=2)(functools.partial(_order, size, seed + (number << 32)))
+        for number, size in enumerate(sizes)
+    )
+
+
+def _in_epochs(
+    ordinals: np.ndarray, num_rows: int, order: Callable[[int], np.ndarray]
+) -> np.ndarray:
+    """The rows of ordinals of one source, int32 [...]."""
+    rows = np.empty(ordinals.shape, np.int32)
+    for epoch in np.unique(ordinals // num_rows):
+        in_epoch = ordinals // num_rows == epoch
+        rows[in_epoch] = order(int(epoch))[ordinals[in_epoch] % num_rows]
+    return rows
 
 
 BLOCK = 4096
@@ -123,10 +147,10 @@ def _rows_of_block(mixture: Mixture, seed: int, block: int) -> np.ndarray:
     """The rows of a block of ordinals, int64 [BLOCK]. Each source has epochs of its own."""
     source, draw = _draws(mixture.weights, block)
     rows, first = np.empty(BLOCK, np.int64), 0
-    for number, size in enumerate(mixture.sizes):
+    orders = _orders(mixture.sizes, seed)
+    for number, (size, order) in enumerate(zip(mixture.sizes, orders, strict=True)):
         drawn = source == number
-        # Sources of the same size have orders of their own; seeds are below 2**32.
-        rows[drawn] = first + row_of(draw[drawn], size, seed + (number << 32))
+        rows[drawn] = first + _in_epochs(draw[drawn], size, order)
         first += size
     return rows
 
@@ -153,15 +177,12 @@ def row_of(
             f"row_of got num_rows = {num_rows} and ordinals from {ordinals.min(initial=0)}: "
             "it needs at least one row and no negative ordinal"
         )
+    if mixture is None:
+        return _in_epochs(ordinals, num_rows, functools.partial(_epoch_order, num_rows, seed))
     rows = np.empty(ordinals.shape, np.int32)
-    if mixture is not None:
-        for block in np.unique(ordinals // BLOCK):
-            in_block = ordinals // BLOCK == block
-            rows[in_block] = _rows_of_block(mixture, seed, int(block))[ordinals[in_block] % BLOCK]
-        return rows
-    for epoch in np.unique(ordinals // num_rows):
-        in_epoch = ordinals // num_rows == epoch
-        rows[in_epoch] = _epoch_order(num_rows, seed, int(epoch))[ordinals[in_epoch] % num_rows]
+    for block in np.unique(ordinals // BLOCK):
+        in_block = ordinals // BLOCK == block
+        rows[in_block] = _rows_of_block(mixture, seed, int(block))[ordinals[in_block] % BLOCK]
     return rows
 
 

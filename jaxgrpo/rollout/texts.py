@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgrpo.data.chat import Message, for_rewards
+from jaxgrpo.data.chat import Message, for_rewards, with_start
 from jaxgrpo.rewards.calling import RewardLog, call_rewards
 from jaxgrpo.rewards.protocol import Reward, TrainerState
 
 
 def decode_texts(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
-    """Texts of token ids, without special tokens, and with every space that was sampled."""
+    """Texts of token ids, without special tokens, and with every space that was sampled, but for the
+    first one where a tokenizer leaves that out of texts, as Llama 2's does."""
     if not ids:  # a process without a group; transformers takes [] for one empty text
         return []
     # Stop strings are looked for in the text as it was sampled.
@@ -60,7 +61,8 @@ def call_on_texts(
     """
     prompts, completions = for_rewards(texts.prompts, texts.completions)
     if texts.messages and not isinstance(prompts[0], str):
-        completions = list(texts.messages)
+        pairs = zip(texts.prompts, texts.messages, strict=True)
+        completions = [with_start(prompt, messages) for prompt, messages in pairs]
     return call_rewards(
         rewards,
         prompts,

@@ -177,10 +177,6 @@ def _load_mixture(
     """The rows of several sources, each read by its own keys where it has them."""
     rows_by_title = {}
     for index, part in enumerate(parts):
-        is_task = part.path.startswith(PREFIX)
-        names = TASK_COLUMNS if is_task else (keys.prompt, keys.answer)
-        prompt = names[0] if part.prompt is None else part.prompt
-        answer = names[1] if part.answer is None else part.answer
         source = Source(
             part.path,
             part.subset,
@@ -189,30 +185,58 @@ def _load_mixture(
             f"data.path[{index}].path",
             delimiter=keys.delimiter,
         )
-        rows_by_title[part.title] = prompts.load_rows(source, prompt, answer)
+        rows_by_title[part.title] = prompts.load_rows(source, *_part_columns(keys, part))
     weights = tuple(part.weight for part in parts)
     sizes = tuple(map(len, rows_by_title.values()))
     return prompts.join(rows_by_title), Mixture(tuple(rows_by_title), weights, sizes)
 
 
+def _part_columns(keys: DataKeys, part: PartKeys) -> tuple[str, str]:
+    """The columns of prompt and answer of an entry of data.path."""
+    names = TASK_COLUMNS if part.path.startswith(PREFIX) else (keys.prompt, keys.answer)
+    stated = part.prompt, part.answer
+    prompt, answer = (
+        default if name is None else name for name, default in zip(stated, names, strict=True)
+    )
+    return prompt, answer
+
+
 def eval_source(keys: EvalKeys, training: DataKeys, has_rows: bool = False) -> Source:
     """Where the evaluation's rows come from: subset and revision are those of the training data
-    where it is the same source. A built-in task that the training data are not of keeps its
-    columns, whatever theirs are called.
+    where it is the same source, and columns too where that is an entry of a list. A built-in task
+    that the training data are not of keeps its columns, whatever theirs are called.
 
     Args: has_rows: whether the training data are no source, but rows from Python or saved ones.
     """
     if keys.data is None:
         raise InputError("eval.data: missing; there is nothing to evaluate on")
-    is_same_source = keys.data == training.path
-    subset = training.subset if is_same_source and keys.subset is None else keys.subset
-    revision = training.revision if is_same_source else None
     is_task = keys.data.startswith(PREFIX)
     is_foreign = is_task and (has_rows or not _trains_on(training.path, keys.data))
+    columns = TASK_COLUMNS if is_foreign else None
+    same: DataKeys | PartKeys | None = training if keys.data == training.path else None
+    if isinstance(training.path, tuple) and not has_rows:
+        same = _same_part(keys, training.path)
+        columns = columns if same is None else _part_columns(training, same)
+    subset = same.subset if same is not None and keys.subset is None else keys.subset
+    revision = None if same is None else same.revision
     return Source(
-        *(keys.data, subset, keys.split, revision, "eval.data", training.delimiter),
-        columns=TASK_COLUMNS if is_foreign else None,
+        *(keys.data, subset, keys.split, revision, "eval.data", training.delimiter), columns=columns
     )
+
+
+def _same_part(keys: EvalKeys, parts: Sequence[PartKeys]) -> PartKeys | None:
+    """The entry of data.path whose source, or task, the evaluation's is; of several the one that
+    has its subset. None where there is none, or they are read in several ways."""
+    assert keys.data is not None
+    same = [
+        part
+        for part in parts
+        if part.path == keys.data
+        or (keys.data.startswith(PREFIX) and _trains_on(part.path, keys.data))
+    ]
+    same = [part for part in same if part.subset == keys.subset] or same
+    ways = {(part.subset, part.revision, part.prompt, part.answer) for part in same}
+    return same[0] if len(ways) == 1 else None
 
 
 def _trains_on(path: str | tuple[PartKeys, ...] | None, task: str) -> bool:
@@ -253,6 +277,23 @@ def dropped_line(prompts: PromptData, max_prompt_tokens: int) -> str:
         f"{prompts.dropped} of {len(prompts.rows) + prompts.dropped} prompts left out: longer than "
         f"rollout.max_prompt_tokens = {max_prompt_tokens}"
     )
+
+
+def shared_line(config: Config, run_inputs: Inputs) -> str:
+    """What to say of held-out prompts that are trained on too; empty where none are, or where an
+    environment says what is asked."""
+    training, held_out = run_inputs.prompts, run_inputs.held_out
+    if held_out is None or config.environment:
+        return ""
+
+    def questions(data: PromptData) -> list[tuple[bytes, str]]:
+        pairs = zip(data.encoded, data.rows, strict=True)
+        return [(ids.tobytes(), str(row.get("answer"))) for ids, row in pairs]
+
+    trained, evaluated = set(questions(training)), questions(held_out)[: config.eval.prompts]
+    shared = sum(question in trained for question in evaluated)
+    line = f"{shared} of {len(evaluated)} prompts are training prompts too, with the same answers"
+    return line if shared else ""
 
 
 def load_answers(

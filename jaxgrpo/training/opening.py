@@ -31,7 +31,7 @@ from jaxgrpo.models.hf import families, texts
 from jaxgrpo.training import fingerprints, parameters
 from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
 from jaxgrpo.training.collecting.replay import refuse_other_files, to_json
-from jaxgrpo.training.inputs import Inputs, answers_line, dropped_line
+from jaxgrpo.training.inputs import Inputs, answers_line, dropped_line, shared_line
 from jaxgrpo.training.method import attention_lines
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.processes.recovery import MAX_UNSAVED, Keeper, Progress, describe
@@ -271,8 +271,8 @@ def say_start(
     problems: Sequence[str],
     aside_folder: Path | None,
 ) -> None:
-    """Says what a run begins with: devices, its attention, prompts left out, answers, problems,
-    and where the lines and files are that it will write again.
+    """Says what a run begins with: devices, its attention, prompts left out, or both trained on and
+    held out, answers, problems, and where the lines and files are that it will write again.
     """
     display.say(devices_line)
     inputs, pretrained = run.inputs, run.inputs.pretrained
@@ -289,6 +289,8 @@ def say_start(
         if prompts and prompts.dropped:
             line = dropped_line(prompts, run.config.rollout.max_prompt_tokens)
             display.say(f"{name}{line}")
+    if line := shared_line(run.config, inputs):
+        display.say(f"eval.data: {line}")
     if answers := run.collector.source.answers:
         display.say(f"reference answers: {answers_line(answers)}")
     if line := methods.low_bit_line(

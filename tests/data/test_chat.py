@@ -15,6 +15,8 @@ from transformers.utils import chat_template_utils
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import prompts as data
 from jaxgrpo.data.chat import TIMES, _clock_at, for_rewards, make_chat, read_messages, write
+from jaxgrpo.rewards.protocol import Reward
+from jaxgrpo.rollout.texts import Texts, call_on_texts
 
 USER = {"role": "user", "content": "2+2?"}
 BEGUN = {"role": "assistant", "content": "It is"}
@@ -215,6 +217,24 @@ def test_rewards_get_texts_for_texts_and_messages_for_messages():
         [{"role": "assistant", "content": "It is 4"}],
     ]
     assert for_rewards([], []) == ([], [])
+
+
+def test_rewards_get_the_begun_message_in_the_first_turn_of_an_answered_sample():
+    got = {}
+
+    def reward(prompts, completions, **columns):
+        got.update(prompts=prompts, completions=completions)
+        return [0.0] * len(prompts)
+
+    tool, last = {"role": "tool", "content": "4"}, {"role": "assistant", "content": "4."}
+    turns = [[{"role": "assistant", "content": text}, tool, last] for text in (" asked", "Asked")]
+    prompts = [[USER, BEGUN], [USER]]
+    texts = Texts(prompts, ["", ""], [[1], [2]], [0, 1], turns)
+    call_on_texts([Reward("mine", reward)], texts, {}, None)
+    assert got["prompts"] == [[USER], [USER]]
+    first = {"role": "assistant", "content": "It is asked"}
+    assert got["completions"] == [[first, tool, last], turns[1]]
+    assert prompts[0] == [USER, BEGUN]
 
 
 IF_KNOWN = (

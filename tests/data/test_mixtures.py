@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import small_run
-from minimal_config import problems
+from minimal_config import problems, read
 
+from jaxgrpo.cli.sampling import without_columns
+from jaxgrpo.config.keys import DataKeys, EvalKeys, PartKeys
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import prompts
 from jaxgrpo.data.sources import Mixture
 from jaxgrpo.rollout.policies import build_policy
-from jaxgrpo.rollout.selection import BLOCK, row_of
+from jaxgrpo.rollout.selection import BLOCK, _orders, row_of
 from jaxgrpo.training import fingerprints, inputs, loop
 
 MIXTURE = Mixture(("a", "b", "c"), (2.0, 1.0, 0.5), (30, 7, 50))
@@ -45,6 +47,15 @@ def test_each_source_has_epochs_of_its_own_in_orders_of_their_own():
     twins = Mixture(("a", "b"), (1.0, 1.0), (40, 40))
     rows = stream(twins, 80)
     assert (rows[rows < 40] != rows[rows >= 40] - 40).any()
+
+
+def test_the_order_of_an_epoch_of_a_source_is_made_once_however_many_sources_there_are():
+    mixture = Mixture(tuple("abcdef"), (1.0,) * 6, (2000, 2100, 2200, 2300, 2400, 900))
+    _orders.cache_clear()
+    for first in range(0, 2 * BLOCK, 64):
+        stream(mixture, 64, first)
+    orders: Any = _orders(mixture.sizes, SEED)
+    assert [order.cache_info().misses for order in orders] == [1, 1, 1, 1, 1, 2]
 
 
 def test_the_order_depends_on_the_seed_alone_and_one_source_is_the_plain_stream():
@@ -96,6 +107,37 @@ def test_a_source_that_loses_all_its_rows_is_named():
 def test_a_mistake_in_a_mixture_is_one_problem(entry, message):
     (problem,) = problems(f'data.path=[{{ path = "task:arithmetic:train" }}, {entry}]')
     assert message in problem
+
+
+def test_an_evaluation_on_a_source_of_a_list_is_read_as_its_entry():
+    hub = {"path": "openai/gsm8k", "prompt": "question"}
+    main = PartKeys(**hub, subset="main", split="train", revision="v1")
+    socratic = PartKeys(**hub, subset="socratic", name="by questions")
+    task = PartKeys(path="task:arithmetic:train?size=8", prompt="{prompt} Think.")
+    data = DataKeys(path=(main, task), answer="gold")
+
+    def source(data, name, subset=None):
+        return inputs.eval_source(EvalKeys(data=name, subset=subset, split="test"), data)
+
+    same = source(data, "openai/gsm8k")
+    assert same[:4] == ("openai/gsm8k", "main", "test", "v1")
+    assert same.columns == ("question", "gold")
+    assert source(data, "owner/other")[1:4] == (None, "test", None)
+    assert source(data, "owner/other").columns is None
+    assert source(data, "task:arithmetic:test").columns == ("{prompt} Think.", "answer")
+    assert source(data, "task:sums:test").columns == ("prompt", "answer")
+    several = DataKeys(path=(main, socratic))
+    assert source(several, "openai/gsm8k", "main")[1:4] == ("main", "test", "v1")
+    assert source(several, "openai/gsm8k")[1:4] == (None, "test", None)
+    assert inputs.eval_source(EvalKeys(data="openai/gsm8k"), data, has_rows=True).columns is None
+
+
+def test_prompts_that_are_sampled_have_the_column_prompt_also_where_they_are_of_an_entry():
+    entry = 'data.path=[{ path = "owner/name", prompt = "question", answer = "gold" }]'
+    config = read(entry, "eval.data=owner/name", "data.answer=")
+    assert inputs.eval_source(config.eval, config.data).columns == ("question", "gold")
+    config = without_columns(config)
+    assert inputs.eval_source(config.eval, config.data).columns == ("prompt", "")
 
 
 def test_keys_of_one_source_and_a_list_of_texts_are_refused():

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from typing import Any
 
+import minimal_config
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from jaxgrpo.config import files as configs
 from jaxgrpo.config import methods
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import prompts as data
 from jaxgrpo.data.chat import make_chat
 from jaxgrpo.data.sources import Source
+from jaxgrpo.training import inputs
 
 
 @pytest.fixture
@@ -161,11 +166,13 @@ def test_a_template_makes_prompts_of_columns_and_rewards_still_get_the_columns(w
             r"line 1: no column 'promt' \(did you mean 'prompt'\?\); columns ",
         ),
         ("{prompt} {answer}", r"line 2: column 'answer' holds nothing \(null\) where data.prompt"),
+        ("{prompt} {level}", r"line 2: column 'level' holds NaN where data.prompt needs a text or"),
     ],
 )
 def test_a_template_that_a_row_cannot_fill_names_the_row(write, prompt, message):
+    rows = {**GOOD, "level": 1.0}, {"prompt": "x", "answer": None, "level": float("nan")}
     with pytest.raises(InputError, match=message):
-        load_rows(write(GOOD, {"prompt": "x", "answer": None}), prompt=prompt)
+        load_rows(write(*rows), prompt=prompt)
 
 
 def test_prompts_become_the_tokens_the_tokenizer_gives():
@@ -180,6 +187,24 @@ def test_special_tokens_come_from_the_template_or_the_tokenizer_and_never_twice(
     tokenizer = characters(begin=True)
     tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
     assert prepare(["ab"], tokenizer, 8).encoded[0].tolist() == [0, 1, 2]
+
+
+def test_a_text_with_the_begin_token_that_the_tokenizer_adds_is_refused():
+    assert prepare(["<s>ab"], characters(), 8).encoded[0].tolist() == [0, 1, 2]
+    with pytest.raises(InputError, match=r"^row 1: the prompt begins with '<s>', and the tokeniz"):
+        prepare(["ab", "<s>ab"], characters(begin=True), 8)
+
+
+def test_a_text_that_a_template_has_written_is_not_written_again():
+    tokenizer = characters()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<user>", "<image>"]})
+    tokenizer.chat_template = "<user>{{ messages[0]['content'] }}"
+    written = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    with pytest.raises(InputError, match=r"^row 1: .* begins with '<user>', which the chat templa"):
+        prepare(["a", written], tokenizer, 8)
+    assert prepare(["<image>a"], tokenizer, 8).encoded[0].tolist() == [27, 28, 1]
+    chat = make_chat(tokenizer, "none", None, {}, "model")
+    assert data.encode([{"prompt": written}], chat)[0].tolist() == [27, 1]
 
 
 def test_prompts_that_are_too_long_are_counted_and_the_longest_named():
@@ -217,6 +242,26 @@ def test_messages_name_the_line_where_blank_lines_or_dropped_rows_shift_the_numb
         methods.needed_columns(frozenset({"level"}), left, [])
     with pytest.raises(InputError, match=r"^row 0 \(line 3\): the prompt has the token 2, "):
         data.encode(left, chat._replace(vocab_size=2))
+
+
+def test_held_out_prompts_that_are_trained_on_are_counted():
+    pairs = {"train": ["a1", "b2", "c3"], "held out": ["b2", "a2", "d3", "c3"]}
+    chat = make_chat(characters(), "none", None, {}, "model")
+    training, held_out = (
+        data.prepare([{"prompt": text[0], "answer": text[1]} for text in texts], chat, 8, "error")
+        for texts in pairs.values()
+    )
+    read: Any = functools.partial(inputs.Inputs, None, chat, training, replay=None)
+
+    def line(held_out, **tables):
+        config = configs.from_dict(minimal_config.tables(**tables))
+        return inputs.shared_line(config, read(held_out=held_out))
+
+    assert line(held_out) == "2 of 4 prompts are training prompts too, with the same answers"
+    first = {"eval": {"data": "task:arithmetic:test", "prompts": 3}}
+    assert line(held_out, **first).startswith("1 of 3 prompts are")
+    assert line(None) == line(held_out._replace(rows=[], encoded=[])) == ""
+    assert line(held_out, environment="jaxgrpo.environments.games:NumberGuess") == ""
 
 
 def test_a_tokenizer_that_ends_each_text_is_refused():

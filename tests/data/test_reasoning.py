@@ -196,6 +196,7 @@ def test_an_answer_that_never_ends_is_not_scored_and_the_others_are():
         ),
         ("chain_sum:train?size=0", "size = 0: take a whole number >= 1"),
         ("chain_sum:train?size", "write options once each"),
+        ("chain_sum:train?allow_negation=False", "a text: write allow_negation=false"),
         pytest.param(
             "composite:train", "Must specify at least one dataset", marks=pytest.mark.full
         ),

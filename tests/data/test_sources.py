@@ -154,6 +154,26 @@ def test_a_folder_whose_description_names_files_elsewhere_is_refused(folder, nam
         read(Source(str(folder)))
 
 
+def test_a_saved_data_set_that_names_files_elsewhere_is_refused(tmp_path):
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "secret")
+    (arrow,) = (tmp_path / "secret").glob("*.arrow")
+    datasets.Dataset.from_list(ROWS[1:]).save_to_disk(tmp_path / "one")
+    state = json.loads((tmp_path / "one" / "state.json").read_text())
+    for name in (f"../secret/{arrow.name}", str(arrow)):
+        state["_data_files"] = [{"filename": name}]
+        (tmp_path / "one" / "state.json").write_text(json.dumps(state))
+        with pytest.raises(
+            InputError, match=r"or state.json names .*secret.*, which is not in the"
+        ):
+            read(Source(str(tmp_path / "one")))
+    (tmp_path / "several").mkdir()
+    (tmp_path / "several" / "dataset_dict.json").write_text('{"splits": ["../secret"]}')
+    with pytest.raises(InputError, match=r"dataset_dict.json or state.json names .*secret"):
+        read(Source(str(tmp_path / "several")))
+    (tmp_path / "link").symlink_to(tmp_path / "secret")
+    assert read_rows(read(Source(str(tmp_path / "link")))) == ROWS
+
+
 def test_a_folder_written_by_save_to_disk_gives_its_rows(tmp_path):
     datasets.DatasetDict({"a": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "saved")
     assert read_rows(read(Source(str(tmp_path / "saved")))) == ROWS
@@ -170,6 +190,32 @@ def test_what_a_saved_data_set_does_not_have_is_refused(tmp_path):
     assert read_rows(read(Source(str(tmp_path / "one"), split="train"))) == ROWS
     with pytest.raises(InputError, match=r"of the split train: leave eval.split out"):
         read(Source(str(tmp_path / "one"), split="test", key="eval.data"))
+
+
+@pytest.mark.parametrize("split", ["train[:50%]", "train[1:]", "test+train[-1:]", "test"])
+def test_a_part_of_what_was_saved_is_that_of_its_files(folder, tmp_path, split):
+    data_sets = datasets.load_dataset(str(folder))
+    data_sets.save_to_disk(tmp_path / "saved")
+    expected = read_rows(read(Source(str(folder), split=split)))
+    assert expected
+    assert read_rows(read(Source(str(tmp_path / "saved"), split=split))) == expected
+    assert read_rows(from_python(data_sets, split)) == expected
+
+
+def test_parts_of_splits_that_are_not_there_are_refused(tmp_path):
+    train = datasets.Dataset.from_list(ROWS, split=datasets.Split.TRAIN)
+    train.save_to_disk(tmp_path / "one")
+    assert read_rows(read(Source(str(tmp_path / "one"), split="train[:1]"))) == ROWS[:1]
+    with pytest.raises(
+        InputError, match=r"data.split = 'test\[:1\]' cannot be read \(Unknown split"
+    ):
+        read(Source(str(tmp_path / "one"), split="test[:1]"))
+    with pytest.raises(
+        InputError, match=r"'a\[x\]' cannot be read \(Unrecognized instruction form"
+    ):
+        from_python(datasets.DatasetDict({"a": train, "b": train}), "a[x]")
+    with pytest.raises(InputError, match=r"no split 'a\[:1\]': set data.split to one of a, b"):
+        from_python({"a": ROWS, "b": ROWS}, "a[:1]")
 
 
 def test_a_split_that_is_not_there_or_not_named_is_said_with_those_there(folder, tmp_path):

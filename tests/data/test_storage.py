@@ -112,6 +112,21 @@ def test_a_url_that_leads_nowhere_is_refused_by_its_key(path, words):
         sources.read(sources.Source(path))
 
 
+@pytest.mark.parametrize("name", ["../../../evil.json", "a/../../../evil.json", "{root}evil.json"])
+def test_an_object_whose_name_leads_out_of_the_copy_is_not_written(cache, tmp_path, name):
+    name = name.format(root=f"{tmp_path}/")
+    storage.write("memory://bucket/model/config.json", b"{}")
+    storage.write(f"memory://bucket/model/{name}", b"{}")
+    with pytest.raises(InputError, match=r"an object whose name leads out of a folder: '.*evil"):
+        storage.local("memory://bucket/model", "model.path", **sources.model_files(True))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with pytest.raises(OSError, match=r"model holds an object whose name leads out of a folder"):
+        mirror.Mirror("memory://bucket/model", folder)
+    assert not [*tmp_path.rglob("evil.json")]
+    assert storage.read("memory://bucket/model/.lock") is None
+
+
 def test_a_missing_package_is_named_by_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)  # as if it were not installed
     registry = vars(importlib.import_module("fsspec.registry"))["_registry"]

@@ -114,6 +114,7 @@ def test_a_blackjack_ends_when_one_sticks():
         ("gymnasium:Pendulum-v1", "its actions are Box"),
         ("gymnasium:FrozenLake-v1?map_nam=8x8", "unexpected keyword argument 'map_nam'"),
         ("gymnasium:FrozenLake-v1?map_name", "write options once each"),
+        ("gymnasium:FrozenLake-v1?is_slippery=False", "a text: write is_slippery=false"),
     ],
 )
 def test_what_cannot_be_played_gets_a_line(name, message):

@@ -285,9 +285,11 @@ def test_a_finished_run_can_be_trained_further(tmp_path):
 
 
 def test_a_dry_run_shows_config_geometry_and_the_first_prompt(tmp_path, capsys):
-    preview.dry_run(small_run.config(tmp_path / "r"))
+    held_out = {"data": "task:arithmetic:train", "prompts": 3, "kl_to_base": False}
+    preview.dry_run(small_run.config(tmp_path / "r", eval=held_out))
     shown = capsys.readouterr().out
     for part in [
+        "3 of 3 prompts are training prompts too",
         "parameters",
         "8 prompts x 4 samples = 32",
         "first prompt",
