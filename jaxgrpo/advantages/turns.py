@@ -244,11 +244,11 @@ def _returns(
     index = jnp.broadcast_to(jnp.arange(rewards.shape[-1], dtype=jnp.int32), rewards.shape)
     valid = (index < number) & signal.mask[..., None]
     rewards = jnp.where(valid, rewards, 0)
-    whole = stats.widen(signal.value).astype(rewards.dtype)
-    rest = whole - rewards.sum(-1)
+    value = stats.widen(signal.value).astype(rewards.dtype)
+    rest = value - rewards.sum(-1)
     # Of turns that brought all of it the rounding of their sum is left, which is no reward: else
     # turns with equal futures would differ by it, and a deviation of that size would divide.
-    size = jnp.abs(whole) + jnp.abs(rewards).sum(-1)
+    size = jnp.abs(value) + jnp.abs(rewards).sum(-1)
     rest = jnp.where(jnp.abs(rest) <= stats.rounding_of_sum(rewards.shape[-1], size), 0, rest)
     rewards = rewards + jnp.where(index == number - 1, rest[..., None], 0)
     rewards = jnp.where(valid, rewards, 0)
