@@ -164,7 +164,8 @@ def subtract_length_weighted_mean(singleton: str = "zero") -> AdvantageTransform
         apart = value - jnp.where(total > 0, group.near, 0)
         return apart - jnp.where(mask, share * apart, 0).sum(1, keepdims=True)
 
-    return _unless_flat("subtract_length_weighted_mean", centred, singleton)
+    part = _unless_flat("subtract_length_weighted_mean", centred, singleton)
+    return part._replace(shrinks=True)  # by 1 - 1/n on average over the samples
 
 
 def divide_by_group_mean(eps: Scheduled = 0.0) -> AdvantageTransform:
@@ -246,7 +247,7 @@ def normalise_with_virtual_rewards(
         normalised = jnp.where(divisor > 0, centred / jnp.where(divisor > 0, divisor, 1), 0)
         return base.with_value(signal, normalised), {"collapsed": mean(is_flat, group.count > 0)}
 
-    return base.stateless(name, apply, levels=(2,))
+    return base.stateless(name, apply, levels=(2,), shrinks=True)
 
 
 def max_minus_second() -> AdvantageTransform:

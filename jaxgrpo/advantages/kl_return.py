@@ -39,9 +39,10 @@ def add_kl_return(beta: Scheduled, reference: str = "reference") -> AdvantageTra
     of this sample. Where the signal is leave-one-out too, nothing is left to push, sample by
     sample, once the policy is reference exp(r / beta), normalised.
 
-    Behind a baseline that holds the sample itself (`subtract_group_mean`, so Dr. GRPO) only 1 - 1/n
-    of the reward's gradient is left (`base.share_left`, where it is derived), and the whole of the
-    KL's would come to rest at the tilt of beta n / (n - 1). So a chain scales R by 1 - 1/n there:
+    Behind a baseline that holds the sample itself (`subtract_group_mean`, so Dr. GRPO; `dvao` and
+    those of trees and turns too) only 1 - 1/n of the reward's gradient is left (`base.share_left`,
+    where it is derived), and the whole of the KL's would come to rest at the tilt of
+    beta n / (n - 1). So a chain scales R by 1 - 1/n there:
     (1 - 1/n) (grad E[r] - beta grad KL) is 0 at the same policy. For samples of one token it is
     (1 - 1/n) (r + R - mean of r + R over the others), and nothing is left to push there either.
     n counts the samples of the group that reach this step.

@@ -58,19 +58,20 @@ def keep_samples(count: int | None = None) -> AdvantageTransform:
     name = "keep_samples"
     base.check_whole(name, count=count)
 
-    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        samples = signal.mask.shape[1]
-        limit = (samples + 1) // 2 if count is None else count
-        if limit > samples:
+    def accepts(spec: RolloutSpec) -> None:
+        if count is not None and count > spec.group_size:
             raise InputError(
-                f"keep_samples: count = {count}, but a group has {samples} samples: give at most "
-                "rollout.group_size"
+                f"keep_samples: count = {count}, but a group has {spec.group_size} samples: give "
+                "at most rollout.group_size"
             )
+
+    def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+        limit = (signal.mask.shape[1] + 1) // 2 if count is None else count
         number = jnp.cumsum(_sample_mask(signal), axis=1)
         stays = (number <= limit).reshape(*number.shape, *(1,) * (signal.mask.ndim - 2))
         return dataclasses.replace(signal, mask=signal.mask & stays), {}
 
-    return base.stateless(name, apply)
+    return base.stateless(name, apply, accepts=accepts)
 
 
 def keep_thoughts() -> AdvantageTransform:

@@ -144,7 +144,7 @@ def subtract_optimal_token_baseline() -> AdvantageTransform:
     [[[0.5], [-0.5]]]
     """
     needs = frozenset({"trainer_logp", "token_collision"})
-    return base.stateless(_BASELINE, _less_token_baseline, needs=needs, relative=True)
+    return base.stateless(_BASELINE, _less_token_baseline, needs=needs, relative=True, shrinks=True)
 
 
 def _less_token_baseline(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:

@@ -112,7 +112,7 @@ def added(terms: Sequence[Float[Array, "P G"]], mask: Bool[Array, "P G"]) -> Flo
     if len(terms) < 2:
         return total
     size = functools.reduce(operator.add, map(jnp.abs, terms))
-    slack = (len(terms) + 2) / 2 * float(jnp.finfo(total.dtype).eps) * size
+    slack = rounding_of_sum(len(terms), size)
     total = jnp.where((jnp.abs(total) <= slack) & (slack < jnp.inf), 0, total)
     low, high, least, most = reduce(
         lowest(total, mask),
@@ -123,6 +123,16 @@ def added(terms: Sequence[Float[Array, "P G"]], mask: Bool[Array, "P G"]) -> Flo
     )
     upper = jnp.where(total + slack >= most, high, total)
     return jnp.where(total - slack <= least, low, upper)
+
+
+def rounding_of_sum(number: int, size: Array) -> Array:
+    """Up to what a sum is known, of so many terms that are each a rounded product of rounded
+    numbers: (number + 2) / 2 eps size.
+
+    Args:
+      size: the sum of their absolute values.
+    """
+    return (number + 2) / 2 * float(jnp.finfo(size.dtype).eps) * size
 
 
 def mean(value: Float[Array, "*shape"], mask: Bool[Array, "*shape"], axis: int = 1) -> Array:

@@ -389,8 +389,8 @@ def dvao_with_weights(
         value = jnp.where(live & mask, total / divisor, 0)
         return Signal(value=value.astype(dtype), mask=mask), metrics
 
-    kind = "streams->signal"
-    return base.stateless("dvao", apply, kind=kind, levels=(2,), relative=True, accepts=accepts)
+    part = base.stateless("dvao", apply, kind="streams->signal", levels=(2,), accepts=accepts)
+    return part._replace(relative=True, shrinks=True)
 
 
 def _sum(part: str, weights: Weights, unite: Callable[[Array, Array], Array]) -> AdvantageTransform:

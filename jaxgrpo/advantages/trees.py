@@ -14,7 +14,7 @@ bring the fields to `advantages.compute`, or to `advantages.evaluate` as arrays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -71,7 +71,7 @@ def tree_normalise(
         return base.with_value(signal, total), {"flat_trees": mean(tree.flat, mask)}
 
     needs = frozenset({field})
-    return base.stateless("tree_normalise", apply, needs=needs, levels=(2,), relative=True)
+    return _relative("tree_normalise", apply, needs)
 
 
 def tree_process(
@@ -122,7 +122,7 @@ def tree_process(
         return Signal(value=spread.astype(signal.value.dtype), mask=mask), metrics
 
     needs = frozenset({ancestors, token_depth})
-    return base.stateless("tree_process", apply, needs=needs, levels=(2,), relative=True)
+    return _relative("tree_process", apply, needs)
 
 
 def tree_subgroup(weighting: str = "average", ancestors: str = "ancestors") -> AdvantageTransform:
@@ -163,7 +163,7 @@ def tree_subgroup(weighting: str = "average", ancestors: str = "ancestors") -> A
         return base.with_value(signal, advantage), {"subgroups": mean(subgroups, signal.mask)}
 
     needs = frozenset({ancestors})
-    return base.stateless("tree_subgroup", apply, needs=needs, levels=(2,), relative=True)
+    return _relative("tree_subgroup", apply, needs)
 
 
 def token_share_weights(
@@ -203,6 +203,11 @@ def token_share_weights(
         return base.with_value(signal, value * weight), {"weight": mean(weight, signal.mask)}
 
     return base.stateless("token_share_weights", apply, needs=needs, levels=(3,))
+
+
+def _relative(name: str, apply: Callable[..., Any], needs: frozenset[str]) -> AdvantageTransform:
+    """A part whose means over leaves hold the sample itself."""
+    return base.stateless(name, apply, needs=needs, levels=(2,), relative=True, shrinks=True)
 
 
 def _pairs(ids: Array, mask: Array) -> Array:

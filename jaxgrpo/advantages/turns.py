@@ -41,9 +41,9 @@ def turn_returns(
         R[k] = sum_{j >= k} gamma^(j - k) r[j],   r[j] = scale turn_reward[j], r[last] += r - sum r
         a[t] = R[k] - mean_g R[k],   k the turn of token t
 
-    The reward of the sample that its turns did not bring counts at its last turn, so that the
-    rewards of the turns add up to it. The mean is over the samples of the group that have a turn
-    of that number. With one turn it is centred GRPO.
+    The reward of the sample that its turns did not bring, beyond rounding, counts at its last turn,
+    so that the rewards of the turns add up to it. The mean is over the samples of the group that
+    have a turn of that number. With one turn it is centred GRPO.
 
     Args:
       gamma: the discount; a number or a function of the step.
@@ -244,7 +244,12 @@ def _returns(
     index = jnp.broadcast_to(jnp.arange(rewards.shape[-1], dtype=jnp.int32), rewards.shape)
     valid = (index < number) & signal.mask[..., None]
     rewards = jnp.where(valid, rewards, 0)
-    rest = stats.widen(signal.value).astype(rewards.dtype) - rewards.sum(-1)
+    value = stats.widen(signal.value).astype(rewards.dtype)
+    rest = value - rewards.sum(-1)
+    # Of turns that brought all of it the rounding of their sum is left, which is no reward: else
+    # turns with equal futures would differ by it, and a deviation of that size would divide.
+    size = jnp.abs(value) + jnp.abs(rewards).sum(-1)
+    rest = jnp.where(jnp.abs(rest) <= stats.rounding_of_sum(rewards.shape[-1], size), 0, rest)
     rewards = rewards + jnp.where(index == number - 1, rest[..., None], 0)
     rewards = jnp.where(valid, rewards, 0)
     total, returns = jnp.zeros_like(rest), []

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxgrpo import advantages as adv
+from jaxgrpo.advantages.chains import at_tokens
 from jaxgrpo.advantages.registry import plain_rollouts
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import RolloutSpec
@@ -299,3 +300,33 @@ def test_a_base_rate_that_was_not_measured_counts_as_not_met():
     assert state["total"].tolist() == [0, 0.2]
     np.testing.assert_allclose(metrics["base_rate"], 0.2)
     assert metrics["rows_left_out"] == 0
+
+
+def test_the_kl_is_scaled_alike_behind_every_baseline_that_holds_the_sample_itself():
+    """What samples pay behind each is what they pay behind the group's mean, 1 - 1/n of all."""
+    size, mask = 4, np.array([[1, 1], [1, 0], [1, 1], [1, 1]], bool)[None]
+    names = ("trainer_logp", "reference_logp", "token_collision")
+    fields = dict(zip(names, RANDOM.normal(size=(3, 1, size, 2)), strict=True))
+    # No two leaves meet but at the prompt.
+    leaves = {"tree": np.arange(size)[None], "token_depth": np.tile([0, 1], (1, size, 1))}
+    leaves["ancestors"] = np.stack([np.zeros(size, int), np.arange(size)], -1)[None]
+    rollouts, spec = plain_rollouts([[1.0, 0.0, 0.5, 2.0]], token_mask=mask, **fields, **leaves)
+
+    def paid(*steps):
+        chains = adv.chain(*steps), adv.chain(*steps, adv.add_kl_return(2.0))
+        signals = (adv.compute(chain, rollouts, chain.init(spec))[0] for chain in chains)
+        before, after = (at_tokens(signal, rollouts.token_mask)[0] for signal in signals)
+        return after - before
+
+    expected = paid(adv.sum_rewards(), adv.subtract_group_mean())
+    everything = paid(adv.sum_rewards(), adv.subtract_leave_one_out_mean())
+    np.testing.assert_allclose(expected, (1 - 1 / size) * everything, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(paid(adv.dvao()), expected, rtol=0, atol=1e-12)
+    for part in (
+        adv.normalise_with_virtual_rewards(),
+        adv.subtract_length_weighted_mean(),
+        adv.subtract_optimal_token_baseline(),
+        *(adv.tree_normalise(), adv.tree_process(), adv.tree_subgroup()),
+    ):
+        after = paid(adv.sum_rewards(), part)
+        np.testing.assert_allclose(after, expected, rtol=0, atol=1e-12, err_msg=part.name)

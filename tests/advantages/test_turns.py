@@ -217,3 +217,21 @@ def test_numbers_of_turns_that_cannot_be_are_refused():
         keep_turns()
     with pytest.raises(InputError, match="keep_turns: last = 0, expected a whole number of at"):
         keep_turns(last=0)
+
+
+def test_turns_with_equal_futures_are_equal_whatever_their_past_adds_up_to():
+    """Rewards such as 0.1, whose sum in float32 is not the rounded sum of the sample."""
+    random, turns = np.random.default_rng(0), 8
+    past = random.integers(-9, 10, (1, 16, turns - 1)) / 10
+    rewards = np.concatenate([past, np.full((1, 16, 1), -0.1)], -1)
+    state = np.arange(16 * turns).reshape(1, 16, turns)
+    state[..., -1] = -1  # they all meet at their last turn
+    turn = np.broadcast_to(np.arange(turns), (1, 16, turns))
+    fields = {"turn": turn, "turn_reward": rewards.astype(np.float32)}
+    fields["token_mask"] = np.ones_like(turn, bool)
+    total = rewards.sum(-1).astype(np.float32)
+    value, _ = evaluate(turn_normalise(), total, state_hash=state, **fields)
+    # A turn alone in its state has the episode's part alone; so has a turn of equal futures.
+    np.testing.assert_array_equal(value[..., -1], value[..., 0])
+    value, _ = evaluate(turn_returns(), total, **fields)
+    np.testing.assert_array_equal(value[..., -1], 0)

@@ -426,3 +426,24 @@ def test_groups_that_a_chain_refuses_and_files_that_cannot_be_written_are_told(t
     method = make_method("best", build("passk", {"k": 9}))
     with jax.enable_x64(True), pytest.raises(InputError, match="takes no groups of 2, 4, 8"):
         verdict.measure(method, 1, verdict.SIZES)
+
+
+@pytest.mark.parametrize("where", ["all", "live"])
+def test_a_penalty_is_measured_on_the_samples_it_acts_on_in_groups_the_chain_takes(
+    where, monkeypatch
+):
+    monkeypatch.setattr(verdict, "SIZES", {("bandit", 1): (2, 3), ("bigram", 1): (2,)})
+    kl = build_penalty({"use": "k2", "beta": 0.1})
+    method = make_method("pairs", build("passk", {"k": 2}), penalties=(kl,))  # no groups of 2
+    method = method._replace(objective=method.objective._replace(penalties_on=where))
+    with jax.enable_x64(True):
+        penalty = verdict.measure_penalty(method) or {}
+    # On live samples alone, those of groups with one success, it pulls as no KL does.
+    assert penalty["climbs"].startswith("KL(policy || reference)" if where == "all" else "other")
+
+
+def test_a_chain_that_takes_no_groups_of_the_size_of_the_laws_is_refused_with_the_reason():
+    with jax.enable_x64(True), pytest.raises(InputError, match="groups of 4 samples, whatever"):
+        check_laws(make_method("best", build("passk", {"k": 4})))
+    with jax.enable_x64(True), pytest.raises(InputError, match="groups of 4 samples, whatever"):
+        check_laws(make_method("first", build("ttrl", {"count": 32})))

@@ -81,10 +81,19 @@ Run = Callable[[Rollouts], Pull]
 
 
 def check_laws(method: Method) -> dict[str, bool]:
-    """Name of each law of one batch -> whether the method keeps it."""
+    """Name of each law of one batch -> whether the method keeps it.
+
+    Raises: InputError if its chain takes no groups of the batch's size.
+    """
     rollouts = make_batch(method)
     size = RolloutSpec(P, G, 1, T, method.reward_names, num_rows=P)
-    state = method.chain.init(size)
+    try:
+        state = method.chain.init(size)
+    except InputError as error:
+        raise InputError(
+            f"check {method.name}: the laws compare batches with groups of {G} samples, whatever "
+            f"the config's, and its chain takes none of that size: {error}"
+        ) from None
     plain = method.objective._replace(penalties=())
     bare = method._replace(objective=plain)
     if jax.tree.leaves(state):

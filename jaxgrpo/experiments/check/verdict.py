@@ -35,7 +35,7 @@ NEAR = 0.4
 """A divergence is called what is climbed if the update is no farther from its gradient."""
 OF_REFERENCE = frozenset(("reference_logp", "base_logp", "ema_logp", "full_kl"))
 """What a penalty on the distance from another policy reads."""
-NOTHING = Surrogate("nothing", lambda tokens: (0 * tokens.logp, {}), acts_on_all=True)
+NOTHING = Surrogate("nothing", lambda tokens: (0 * tokens.logp, {}))
 
 
 class Row(NamedTuple):
@@ -120,10 +120,8 @@ def measure(method: Method, prompts: int, sizes: Sizes) -> list[Row]:
     for game in GAMES.values():
         tables = make_policies(game)
         for samples in sizes[game.name, prompts]:
-            try:
-                method.chain.init(spec(method, game, samples, prompts))
-            except InputError as error:
-                problem = error
+            if refusal := _refusal(method, game, samples, prompts):
+                problem = refusal
                 continue
             for stale in (0, 1):
                 drawn = tables if stale else tables._replace(behavior=tables.policy)
@@ -139,6 +137,15 @@ def measure(method: Method, prompts: int, sizes: Sizes) -> list[Row]:
             f"0 and 1, and others are not enumerated: {problem or 'it leaves such rewards out'}"
         )
     return rows
+
+
+def _refusal(method: Method, game: Game, samples: int, prompts: int) -> InputError | None:
+    """Why a method's chain takes no groups of so many samples; None where it does."""
+    try:
+        method.chain.init(spec(method, game, samples, prompts))
+    except InputError as error:
+        return error
+    return None
 
 
 def main_rows(rows: Sequence[Row]) -> list[Row]:
@@ -222,18 +229,25 @@ def _compare(
 
 
 def measure_penalty(method: Method) -> dict[str, Any] | None:
-    """What the penalties of the loss climb by themselves; None: there are none."""
+    """What the penalties of the loss climb by themselves, on the samples that they act on, in the
+    smallest groups that the chain takes; None: there are none."""
     objective = method.objective
     if not objective.penalties:
         return None
-    alone = method._replace(objective=objective._replace(surrogate=NOTHING))
+    acts_on_all = objective._replace(penalties=()).acts_on_all
+    nothing = NOTHING._replace(acts_on_all=acts_on_all)
+    alone = method._replace(objective=objective._replace(surrogate=nothing))
     distances: dict[tuple[str, bool], list[float]] = {}
     cosines, size = [], 0.0
     for game in GAMES.values():
+        numbers = SIZES[game.name, 1]
+        samples = next((n for n in numbers if not _refusal(alone, game, n, 1)), None)
+        if samples is None:
+            continue
         tables = make_policies(game)
         tables = tables._replace(behavior=tables.policy)
         reward = game.rewards["binary"]
-        update = expect(alone, game, SIZES[game.name, 1][0], 1, reward, tables).update
+        update = expect(alone, game, samples, 1, reward, tables).update
         slopes = targets.penalty_gradients(game)
         cosines.append(_cosine(update, slopes[targets.REVERSE]))
         size = max(size, _norm(update))
