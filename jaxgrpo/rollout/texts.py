@@ -58,9 +58,7 @@ def call_on_texts(
 
     Returns: as `call_rewards`. Raises: RewardError as it does.
     """
-    prompts, completions = for_rewards(texts.prompts, texts.completions)
-    if texts.messages and not isinstance(prompts[0], str):
-        completions = list(texts.messages)
+    prompts, completions = for_rewards(texts.prompts, texts.completions, texts.messages)
     return call_rewards(
         rewards,
         prompts,

@@ -217,6 +217,15 @@ def test_rewards_get_texts_for_texts_and_messages_for_messages():
     assert for_rewards([], []) == ([], [])
 
 
+def test_the_first_of_several_turns_is_that_which_the_prompt_begins():
+    """A sample with turns had the beginning in neither its prompt nor its completion."""
+    turns = [{"role": "assistant", "content": " 4", "tool_calls": [1]}, {**USER, "role": "tool"}]
+    prompts, completions = for_rewards([[USER, BEGUN], [USER], "2+2="], ["4"] * 3, [turns] * 3)
+    assert prompts == [[USER], [USER], "2+2="]
+    assert completions == [[{**turns[0], "content": "It is 4"}, turns[1]], turns, "4"]
+    assert turns[0]["content"] == " 4"
+
+
 IF_KNOWN = (
     "{% for m in messages %}{% if m.role in ('user', 'assistant', 'system') %}"
     "<{{ m.role }}>{{ m.content.split('</think>')[-1] | trim }}{% endif %}{% endfor %}<assistant>"
