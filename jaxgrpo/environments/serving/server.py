@@ -179,12 +179,22 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         except Refusal:
             self._discard()
             raise
-        self.close_connection = closing
+        # The document of a GET is no query: a proxy that shares the connection among its clients
+        # would hand the answer to one of them.
+        if has_rest := self.command == "GET" and self._has_document():
+            self._discard()
+        self.close_connection = closing or has_rest
         return Query(self.command, path, bearer, document)
 
+    def _has_document(self) -> bool:
+        """Whether the headers announce a document."""
+        names = "Content-Length", "Transfer-Encoding"
+        return any(name in self.headers for name in names) and self._length() != 0
+
     def _length(self) -> int | None:
-        """Bytes of the document; None: the headers do not say it."""
-        text = self.headers.get("Content-Length", "")
+        """Bytes of the document; None: the headers do not say it, or say several numbers."""
+        texts = {*self.headers.get_all("Content-Length", [])}
+        text = texts.pop() if len(texts) == 1 else ""
         is_number = text.isascii() and text.isdigit() and len(text) < 16
         return int(text) if is_number and "Transfer-Encoding" not in self.headers else None
 

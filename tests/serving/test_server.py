@@ -1,0 +1,68 @@
+"""Queries as bytes on a connection: where one ends, and what is no query."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from jaxgrpo.environments.serving.server import Query, Refusal, Server
+
+HIDDEN = b"GET /hidden HTTP/1.1\r\n\r\n"
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[Server, list[str]]]:
+    """A server that answers all paths but /closed, and the paths that were asked for."""
+    paths: list[str] = []
+
+    def answer(query: Query) -> dict[str, str]:
+        paths.append(query.path)
+        return {"path": query.path}
+
+    def admit(path: str, bearer: str) -> None:
+        if path == "/closed":
+            raise Refusal(401, "no")
+
+    built = Server("127.0.0.1", 0, answer, admit)
+    built.start()
+    yield built, paths
+    built.close()
+
+
+def speak(server: Server, content: bytes) -> list[str]:
+    """The status of each answer up to the end of the connection."""
+    with socket.create_connection((server.host, server.port), timeout=30) as connection:
+        connection.sendall(content)
+        connection.shutdown(socket.SHUT_WR)
+        answers = b"".join(iter(lambda: connection.recv(4096), b"")).decode()
+    return re.findall(r"HTTP/1.1 (\d+)", answers)
+
+
+def head(method: str, *lines: str, path: str = "/health") -> bytes:
+    return "\r\n".join([f"{method} {path} HTTP/1.1", *lines, "", ""]).encode()
+
+
+@pytest.mark.parametrize("path", ["/health", "/closed"])
+@pytest.mark.parametrize("line", [f"Content-Length: {len(HIDDEN)}", "Transfer-Encoding: chunked"])
+def test_a_query_in_the_document_of_another_one_is_not_answered(server, line, path):
+    served, paths = server
+    statuses = speak(served, head("GET", line, path=path) + HIDDEN + HIDDEN)
+    assert statuses == ["200" if path == "/health" else "401"]
+    assert "/hidden" not in paths
+
+
+def test_a_document_of_two_lengths_is_refused(server):
+    served, paths = server
+    lines = "Content-Length: 2", f"Content-Length: {2 + len(HIDDEN)}"
+    assert speak(served, head("POST", *lines) + b"{}" + HIDDEN) == ["411"]
+    assert speak(served, head("POST", lines[0], lines[0]) + b"{}" + HIDDEN) == ["200", "200"]
+    assert paths == ["/health", "/hidden"]
+
+
+def test_a_query_without_a_document_leaves_its_connection_open(server):
+    served, paths = server
+    assert speak(served, head("GET", "Content-Length: 0") + head("GET") + HIDDEN) == ["200"] * 3
+    assert paths == ["/health", "/health", "/hidden"]
