@@ -66,3 +66,18 @@ def test_a_query_without_a_document_leaves_its_connection_open(server):
     served, paths = server
     assert speak(served, head("GET", "Content-Length: 0") + head("GET") + HIDDEN) == ["200"] * 3
     assert paths == ["/health", "/health", "/hidden"]
+
+
+def test_a_length_may_have_spaces_around_it_and_nothing_else(server):
+    served, _ = server
+    for text in ("2", " 2 ", "\t2\t"):
+        assert speak(served, head("POST", f"Content-Length:{text}") + b"{}") == ["200"]
+    for text in ("", "+2", "0x2", "2, 2", "2_0", "\N{SUPERSCRIPT TWO}"):
+        assert speak(served, head("POST", f"Content-Length: {text}") + b"{}") == ["411"]
+
+
+def test_every_error_has_a_status(server):
+    served, _ = server
+    assert speak(served, b"GET /health HTTP/2.0\r\n\r\n") == ["505"]
+    assert speak(served, b"\x16\x03\x01\x02\x00\x01\r\n\r\n") == ["400"]
+    assert speak(served, head("OPTIONS")) == ["405"]

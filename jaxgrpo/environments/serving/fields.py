@@ -67,6 +67,7 @@ REASONS = {
     "stream": "ids come in one piece",
     "top_logprobs": "the log-prob of the drawn token is known, and of no other one",
     "logprobs": "the log-prob of the drawn token is known, and of no other one",
+    "tool_choice": "where no tool may be called, leave the tools out",
 }
 
 
@@ -133,7 +134,7 @@ class Fields:
         because = f" ({reason})" if reason else ""
         value = repr(self.values[name])
         value = value if len(value) <= 80 else f"{value[:77]}..."
-        raise Refusal(400, f"{name} = {value}: expected {allowed}{because}, or none", name)
+        raise Refusal(400, f"{name} = {value}: expected {allowed}{because}, or null", name)
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.values.get(name, default)

@@ -148,6 +148,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What the base class refuses: lines and headers that are no HTTP, other methods."""
         self.close_connection = True
+        self.request_version = self.protocol_version  # or there is no status, as in HTTP/0.9
         status = 405 if code == 501 else code
         self._write(status, _problem(status, message or "this is no HTTP", None))
 
@@ -193,7 +194,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _length(self) -> int | None:
         """Bytes of the document; None: the headers do not say it, or say several numbers."""
-        texts = {*self.headers.get_all("Content-Length", [])}
+        texts = {text.strip() for text in self.headers.get_all("Content-Length", [])}
         text = texts.pop() if len(texts) == 1 else ""
         is_number = text.isascii() and text.isdigit() and len(text) < 16
         return int(text) if is_number and "Transfer-Encoding" not in self.headers else None
@@ -207,7 +208,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _document(self) -> dict[str, Any]:
         length = self._length()
         if length is None:
-            raise Refusal(411, "Content-Length is missing: send the document in one piece with it")
+            problem = "Content-Length is missing, or no single number of bytes"
+            raise Refusal(411, f"{problem}: send the document in one piece with it")
         if length > LARGEST:
             raise Refusal(413, f"{length} bytes: at most {LARGEST} are read; send less at once")
         content = self.rfile.read(length)
