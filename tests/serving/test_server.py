@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from jaxgrpo.environments.serving.fields import Fields
 from jaxgrpo.environments.serving.server import Query, Refusal, Server
 
 HIDDEN = b"GET /hidden HTTP/1.1\r\n\r\n"
@@ -81,3 +82,11 @@ def test_every_error_has_a_status(server):
     assert speak(served, b"GET /health HTTP/2.0\r\n\r\n") == ["505"]
     assert speak(served, b"\x16\x03\x01\x02\x00\x01\r\n\r\n") == ["400"]
     assert speak(served, head("OPTIONS")) == ["405"]
+
+
+def test_a_field_that_would_change_what_is_drawn_is_not_ignored():
+    """How long an answer is to be was taken for harmless."""
+    neutral = {"verbosity": "medium", "n": 1, "best_of": None, "user": "me", "logit_bias": {}}
+    assert Fields(neutral, ()).values.keys() == neutral.keys() - {"best_of"}
+    with pytest.raises(Refusal, match="verbosity = 'low': expected 'medium', or null"):
+        Fields({"verbosity": "low"}, ())

@@ -41,6 +41,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "output_mode": ("tokens",),
     "bad_words": ([],),
     "modalities": (["text"],),
+    "verbosity": ("medium",),
     "functions": ([],),
     "mm_processor_kwargs": ({},),
 }
@@ -50,7 +51,7 @@ HARMLESS = frozenset(
     [
         *("user", "metadata", "store", "service_tier", "priority", "cache_salt", "request_id"),
         *("stream_options", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-        *("verbosity", "routed_experts_prompt_start"),
+        "routed_experts_prompt_start",
     ]
 )
 """Fields that never change what is drawn."""
