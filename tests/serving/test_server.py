@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from jaxgrpo.cli import serve
 from jaxgrpo.environments.serving.fields import Fields
 from jaxgrpo.environments.serving.server import Query, Refusal, Server
 
@@ -23,7 +25,7 @@ def server() -> Iterator[tuple[Server, list[str]]]:
         paths.append(query.path)
         return {"path": query.path}
 
-    def admit(path: str, bearer: str) -> None:
+    def admit(method: str, path: str, bearer: str) -> None:
         if path == "/closed":
             raise Refusal(401, "no")
 
@@ -90,3 +92,15 @@ def test_a_field_that_would_change_what_is_drawn_is_not_ignored():
     assert Fields(neutral, ()).values.keys() == neutral.keys() - {"best_of"}
     with pytest.raises(Refusal, match="verbosity = 'low': expected 'medium', or null"):
         Fields({"verbosity": "low"}, ())
+
+
+def test_no_document_is_read_of_those_without_a_token():
+    """Anyone could have 32 MiB of JSON read at /health."""
+    unused: Any = None
+    answer, admit = serve.routes(unused, unused, "secret")
+    admit("GET", "/health", "")
+    assert answer(Query("GET", "/health", "", {})) == {"status": "ok"}
+    for method, path in (("POST", "/health"), ("GET", "/v1/models"), ("POST", "/v1/completions")):
+        admit(method, path, "secret")
+        with pytest.raises(Refusal, match="the token is wrong or missing"):
+            admit(method, path, "guessed")

@@ -206,7 +206,7 @@ class Sessions:
         if session := self._sessions.pop(base_url.split("/")[-2], None):
             session.close("")
 
-    def _admit(self, path: str, bearer: str) -> None:
+    def _admit(self, method: str, path: str, bearer: str) -> None:
         parts = path.split("/", 3)
         if len(parts) < 4 or parts[1] != "samples" or parts[2] not in self._sessions:
             raise Refusal(404, "there is no such sample, or it is over: ask base_url as it is")

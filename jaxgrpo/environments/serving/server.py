@@ -63,8 +63,8 @@ Document = dict[str, Any] | list[dict[str, Any]]
 Answer = Callable[[Query], Document]
 """Raises: Refusal, or InputError for status 400."""
 
-Admit = Callable[[str, str], None]
-"""(path, bearer); called before a document is read. Raises: Refusal."""
+Admit = Callable[[str, str, str], None]
+"""(method, path, bearer); called before a document is read. Raises: Refusal."""
 
 
 class Server:
@@ -175,7 +175,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         # Until the document is read, what follows on the connection is no query.
         self.close_connection, closing = True, self.close_connection
         try:
-            self.admit(path, bearer)
+            self.admit(self.command, path, bearer)
             document = {} if self.command == "GET" else self._document()
         except Refusal:
             self._discard()
