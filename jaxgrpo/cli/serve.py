@@ -28,7 +28,7 @@ from jaxgrpo.training.stored_policy import Answerer, StoredPolicy, find_answerer
 
 PLACES = 16  # samples under way at once, where the config has no rollout.slots
 TOKEN = "JAXGRPO_TOKEN"
-HEALTH = "/health"  # a path that takes no token
+HEALTH = "GET", "/health"  # what takes no token
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -116,12 +116,13 @@ def routes(dialect: Dialect, desk: Desk, token: str) -> tuple[Any, Any]:
     """The functions `answer` and `admit` of a server."""
 
     def answer(query: Query) -> Document:
-        if query.path == HEALTH:
+        if (query.method, query.path) == HEALTH:
             return {"status": "ok"}
         return dialect.answer(query.path, query, desk.draw)
 
-    def admit(path: str, bearer: str) -> None:
-        if path != HEALTH and not hmac.compare_digest(bearer.encode(), token.encode()):
+    def admit(method: str, path: str, bearer: str) -> None:
+        is_free = (method, path) == HEALTH
+        if not is_free and not hmac.compare_digest(bearer.encode(), token.encode()):
             raise Refusal(401, "the token is wrong or missing: send Authorization: Bearer TOKEN")
 
     return answer, admit

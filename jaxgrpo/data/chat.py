@@ -112,10 +112,16 @@ def _without_absent(value: Any) -> Any:
     return [*map(_without_absent, value)] if isinstance(value, list) else value
 
 
-def for_rewards(prompts: Sequence[Any], completions: Sequence[str]) -> tuple[list[Any], list[Any]]:
+def for_rewards(
+    prompts: Sequence[Any], completions: Sequence[str], answered: Sequence[Conversation] = ()
+) -> tuple[list[Any], list[Any]]:
     """Prompts and completions as rewards get them.
 
     A last message by the assistant is the beginning of the completion, and leaves the prompt.
+
+    Args:
+      answered: the messages of each completion, where samples have turns.
+
     Source: TRL's GRPOTrainer; it removes that message from the data set's own list, we from a copy.
     >>> for_rewards(["2+2="], ["4"])
     (['2+2='], ['4'])
@@ -124,13 +130,14 @@ def for_rewards(prompts: Sequence[Any], completions: Sequence[str]) -> tuple[lis
     """
     reward_prompts: list[Any] = []
     reward_completions: list[Any] = []
-    for messages, text in zip(prompts, completions, strict=True):
+    turns = answered or [[{"role": "assistant", "content": text}] for text in completions]
+    for messages, text, spoken in zip(prompts, completions, turns, strict=True):
         if isinstance(messages, str):
             reward_prompts.append(messages)
             reward_completions.append(text)
             continue
         reward_prompts.append(list(messages[:-1] if _is_begun(messages) else messages))
-        reward_completions.append(with_start(messages, [{"role": "assistant", "content": text}]))
+        reward_completions.append(with_start(messages, spoken))
     return reward_prompts, reward_completions
 
 

@@ -56,6 +56,7 @@ Parser = Callable[..., Reading]
 """(text of a turn, text before it; by default the prompt of a first turn) -> what it says"""
 
 UNREADABLE = "a tool call that cannot be read: {}"
+DEEPEST = 64  # lists in lists of arguments: what copies and writes them goes down by itself
 
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^<>\n]+)>")
@@ -302,9 +303,25 @@ def _python_value(text: str, types: Sequence[str]) -> Any:
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse)
+        value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return text
+    return text if _is_deep(value) else value
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether lists and objects are nested in more than DEEPEST levels.
+
+    >>> _is_deep([{"a": [1, 2]}]), _is_deep(json.loads("[" * 65 + "]" * 65))
+    (False, True)
+    """
+    level = [[value]]
+    for _ in range(DEEPEST + 1):
+        parts = [part.values() if isinstance(part, dict) else part for part in level]
+        level = [
+            entry for part in parts for entry in part if isinstance(entry, (dict, list, tuple))
+        ]
+    return bool(level)
 
 
 def _refuse(name: str) -> None:
@@ -342,4 +359,7 @@ def read(value: Any) -> Call:
         json.dumps([value["name"], identity, arguments], ensure_ascii=False, default=str).encode()
     except (ValueError, TypeError, RecursionError) as error:
         return unreadable(error)
+    if _is_deep(arguments):
+        problem = UNREADABLE.format(f"its arguments are nested in more than {DEEPEST} levels")
+        return Call(value["name"], {}, problem)
     return Call(value["name"], arguments or {}, id=identity)

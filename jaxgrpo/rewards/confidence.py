@@ -16,7 +16,7 @@ from jaxgrpo.core.errors import find
 from jaxgrpo.data.tasks import tasks
 from jaxgrpo.rewards import builtin, mathematics
 from jaxgrpo.rewards.builtin import completion_text, stated_confidence
-from jaxgrpo.rewards.protocol import BuiltIn
+from jaxgrpo.rewards.protocol import BuiltIn, option_names
 
 OPENING, CLOSING = "<confidence>", "</confidence>"
 SUCCESS = 0.5  # a scorer's value above it is a success
@@ -106,10 +106,16 @@ def _judged(
     """(c, q) of each completion: c None if it is not scored; (0, None) without the form."""
     texts = [_answer(completion) for completion in completions]
     scored_places = [place for place, text in enumerate(texts) if text is not None]
+    judge = find("scorer", scorer, SCORERS)
     lists = {name: values for name, values in columns.items() if isinstance(values, list)}
     lists |= {"completions": texts, "answer": answer}
-    arguments = {name: [values[i] for i in scored_places] for name, values in lists.items()}
-    scores = dict(zip(scored_places, find("scorer", scorer, SCORERS)(**arguments), strict=True))
+    options = option_names(judge)  # a column may have the name of one
+    arguments = {
+        name: [values[i] for i in scored_places]
+        for name, values in lists.items()
+        if name not in options
+    }
+    scores = dict(zip(scored_places, judge(**arguments), strict=True))
     judged: list[tuple[float | None, float | None]] = []
     for place, completion in enumerate(completions):
         if place not in scores:

@@ -117,7 +117,7 @@ class _Calls:
         self._solver, self._end = solver, time.monotonic() + seconds
         self.count, self.problem = 0, ""
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Its value. Raises: what it raises; TypeError for what is no plain value."""
         from pydantic_monty import MontyError, MontyRuntimeError
 

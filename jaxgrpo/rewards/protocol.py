@@ -154,6 +154,12 @@ def option_names(function: RewardFunction) -> list[str]:
     return [key for key, has_default in named.items() if has_default and key not in PASSED]
 
 
+def default_options(function: RewardFunction) -> dict[str, Any]:
+    """The options of a reward that has a signature, with their defaults."""
+    parameters = inspect.signature(function).parameters
+    return {name: parameters[name].default for name in option_names(function)}
+
+
 def _parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
     """`core.errors.keywords` of a function."""
     try:

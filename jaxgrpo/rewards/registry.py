@@ -20,6 +20,7 @@ from jaxgrpo.rewards.protocol import (
     TrainerState,
     bind,
     callable_name,
+    default_options,
 )
 
 rewards: dict[str, BuiltIn] = {
@@ -74,13 +75,14 @@ def build(use: str | RewardFunction, **options: Any) -> RewardFunction:
         return bind(callable_name(use), use, options)
     function = find("reward", use, rewards)
     # Built-in rewards take every keyword, as TRL's do; a misspelt option must not vanish in them.
-    reward = bind(use, function, options, strict=True)
+    bind(use, function, options, strict=True)
     if use in _CHECKS:
         try:
             _CHECKS[use](**options)
         except InputError as error:
             raise RewardError(f"rewards.{use}: {error}") from None
-    return reward
+    # All of them: a column may have the name of an option, as time_limit in programming contests.
+    return bind(use, function, {**default_options(function), **options})
 
 
 def with_lengths(

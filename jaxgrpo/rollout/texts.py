@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgrpo.data.chat import Message, for_rewards, with_start
+from jaxgrpo.data.chat import Message, for_rewards
 from jaxgrpo.rewards.calling import RewardLog, call_rewards
 from jaxgrpo.rewards.protocol import Reward, TrainerState
 
@@ -59,10 +59,7 @@ def call_on_texts(
 
     Returns: as `call_rewards`. Raises: RewardError as it does.
     """
-    prompts, completions = for_rewards(texts.prompts, texts.completions)
-    if texts.messages and not isinstance(prompts[0], str):
-        pairs = zip(texts.prompts, texts.messages, strict=True)
-        completions = [with_start(prompt, messages) for prompt, messages in pairs]
+    prompts, completions = for_rewards(texts.prompts, texts.completions, texts.messages)
     return call_rewards(
         rewards,
         prompts,

@@ -11,6 +11,7 @@ import pytest
 
 from jaxgrpo.config.world import find_parser
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.data.written import storable
 from jaxgrpo.environments.calls import (
     FORMATS,
     Call,
@@ -344,3 +345,18 @@ def test_a_parser_may_say_nothing_beside_calls_and_gives_a_list_of_them(tmp_path
     for wrong in ("None", "'add'", "{'name': 'add'}", "3"):
         with pytest.raises(InputError, match=r"it returned \(None, .*\): return what was said and"):
             parse(wrong)
+
+
+def test_arguments_that_are_nested_too_deep_are_not_read():
+    """JSON reads a thousand levels, and what copied the messages of a sample half as many: a call
+    of 500 ended the run."""
+    deep, flat = ("[" * count + "]" * count for count in (400, 60))
+    for values in (deep, flat):
+        text = f'{{"name": "add", "arguments": {{"a": {values}}}}}'
+        (call,) = hermes(f"<tool_call>{text}</tool_call>").calls
+        assert call == llama3(text).calls[0]
+        assert ("nested in more than 64 levels" in call.problem) == (values == deep)
+        pair = f"<arg_key>a</arg_key><arg_value>{values}</arg_value>"
+        reading = cast(glm(f"<tool_call>add{pair}</tool_call>"), [schema(a="array")])
+        assert isinstance(reading.calls[0].arguments["a"], str) == (values == deep)
+        assert storable(copy.deepcopy(reading.as_message()))["content"] == ""

@@ -1,6 +1,7 @@
 """Calling rewards: what they get, what they may return, what is said when they fail."""
 
 import functools
+import importlib.util
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from jaxgrpo import rewards
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.rewards import Reward, RewardError, TrainerState, bind, build, call_rewards, check
+from jaxgrpo.rewards.protocol import accepted, option_names
 from jaxgrpo.rewards.registry import is_per_sample
 
 PROMPTS = ["1+1=", "1+1=", "2+3="]
@@ -233,6 +235,22 @@ def test_options_are_fixed_and_no_column_replaces_them():
     bound = bind("near", near, {"level": 7})
     np.testing.assert_array_equal(call(near=bound)["near"], [7, 7, 7])
     np.testing.assert_array_equal(call(near=near)["near"], [1, 1, 2])
+
+
+@pytest.mark.parametrize("name", ["format", "length", "consensus", "brier"])
+def test_no_column_is_an_option_of_a_built_in_reward(name):
+    """Problems of programming contests have a time_limit each, on which the reward failed."""
+    options = dict.fromkeys(option_names(rewards.rewards[name]), 1)
+    assert options
+    assert accepted(rewards.rewards[name], options) == options
+    assert accepted(build(name), options) == {}
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("math_verify"), reason="it is not installed")
+def test_no_column_is_an_option_of_a_scorer():
+    text = "So 4.<confidence>1</confidence>"
+    columns = {"time_limit": [2.0], "workers": ["x"], "answer": ["4"]}
+    assert build("accuracy", scorer="math")(completions=[text], **columns) == [1.0]
 
 
 def test_an_unknown_option_is_refused_with_those_there_are():

@@ -41,6 +41,7 @@ HUMAN_EVAL = {
     "entry_point": "root",
 }
 BUILT_IN = {"test_list": ["assert sum(10, 15) == 25", "assert sum(1, 2) == 3"]}
+NAMED = {"test_list": ["assert greet(name='a', self='b') == 'ab'"]}
 SUMS = {"inputs": ["1 2\n", "10 20\n"], "outputs": ["3\n", "30\n"]}
 
 
@@ -148,6 +149,7 @@ def test_what_tests_call_is_a_function_of_the_program_though_python_has_the_name
         ("def sum(first, second): return first + second", BUILT_IN, 1),
         ("def sum(first, second): return first - second", BUILT_IN, 0),
         ("def copy(values): return [*values]", {"test_list": ["assert copy([1]) == [1]"]}, 1),
+        ("def greet(name, self): return name + self", NAMED, 1),
         ("a, b = map(int, input().split())\nprint(a + b)", SUMS, 1),
         ("print(3)", SUMS, 0),
         ("a, b = map(int, input().split())\nprint(a + b)\n1 / 0", SUMS, 0),

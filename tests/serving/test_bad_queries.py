@@ -221,7 +221,7 @@ def test_a_template_that_shows_no_tools_is_told(server):
 
 def test_an_address_that_is_taken_is_refused(server):
     with pytest.raises(InputError, match="cannot be listened at"):
-        Server(server.host, server.port, lambda query: {}, lambda path, bearer: None)
+        Server(server.host, server.port, lambda query: {}, lambda method, path, bearer: None)
 
 
 @pytest.mark.parametrize("token", ["two words", "é", "line\n"])

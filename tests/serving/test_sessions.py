@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import chatting
+import pytest
 
-from jaxgrpo.environments import calls
-from jaxgrpo.environments.serving.dialect import Dialect, Limits
-from jaxgrpo.environments.serving.endpoint import Session, Sessions, is_program
+from jaxgrpo.environments.calls import hermes
+from jaxgrpo.environments.serving.dialect import Dialect
+from jaxgrpo.environments.serving.endpoint import REWRITTEN, Session, Sessions, is_program
+from jaxgrpo.environments.serving.fields import Completion, Limits
+from jaxgrpo.environments.serving.server import Query, Refusal
 
 
 def agent(base_url, prompt, depth=1):
@@ -35,7 +42,7 @@ def test_a_function_that_asks_for_an_address_is_a_program_and_what_has_one_is_no
 def test_the_session_of_a_sample_that_broke_is_there_no_longer_than_the_sample():
     """Its partner is not used again, so nothing would take it out."""
     dialect = Dialect(
-        "policy", chatting.chat(), Limits(8, 8, 8, 1.0, 1.0, 0, 0.0), lambda: calls.hermes, [1]
+        "policy", chatting.chat(), Limits(8, 8, 8, 1.0, 1.0, 0, 0.0), lambda: hermes, [1]
     )
     sessions, session = Sessions(), Session(dialect, [1])
     try:
@@ -46,3 +53,56 @@ def test_the_session_of_a_sample_that_broke_is_there_no_longer_than_the_sample()
         assert len(sessions._sessions) == 0
     finally:
         sessions._server.close()
+
+
+(END,) = chatting.ids("<|end|>")
+QUICK = chatting.TEMPLATES["closed"].replace(
+    "assistant\n{% endif %}", "assistant\n{% if quick %}<think></think>{% endif %}{% endif %}"
+)
+"""As Qwen3's: a turn may begin with an empty thought, which earlier turns have not."""
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("look", "go")]
+
+
+def talk(queries: Sequence[dict[str, Any]], forks: bool = False) -> list[str]:
+    """Asks one query after another, each behind the messages before it; what each adds to the
+    sample."""
+    chat = chatting.chat()._replace(template=QUICK)
+    limits = Limits(len(chat.tokenizer), 900, 9, 1.0, 1.0, 0, 0.0, is_turn=True)
+    dialect = Dialect("policy", chat, limits, lambda: lambda text, before: hermes(text), [END])
+    session, messages, texts = Session(dialect, [END], forks), [], []
+    for number, fields in enumerate(queries):
+        messages.append({"role": "user", "content": f"Turn {number}."})
+        document = {"messages": [*messages], **fields}
+        with ThreadPoolExecutor(1) as client:
+            query = Query("POST", "/v1/chat/completions", "", document)
+            answer = client.submit(dialect.answer, query.path, query, session.draw)
+            while session.events.empty() and not answer.done():
+                time.sleep(0.005)
+            if not session.events.empty():
+                question: Any = session.events.get()
+                texts.append(chatting.text(question.tokens))
+                tokens = chatting.ids(f"Word {number}<|end|>")
+                session.give(Completion(tokens, [0.0] * len(tokens), "stop"), is_last=False)
+            reply: Any = answer.result(9)
+        messages.append(reply["choices"][0]["message"])
+    return texts
+
+
+def test_the_variables_of_a_query_hold_where_its_history_is_not_what_was_drawn():
+    """A thought that was switched off came back with the second turn."""
+    options = {"chat_template_kwargs": {"quick": True}}
+    first, second, third = talk([options, options, {}])
+    assert first.endswith("<|start|>assistant\n<think></think>")
+    opening = "\n<|start|>user\nTurn {}.<|end|>\n<|start|>assistant\n"
+    assert second == opening.format(1) + "<think></think>"
+    assert third == opening.format(2)
+
+
+def test_tools_may_be_left_out_and_none_comes_that_the_model_has_not_seen():
+    shown = [{"tools": TOOLS}, {"tools": TOOLS[1:]}, {}, {"tools": TOOLS}]
+    assert [text.count("<|head|>") for text in talk(shown)] == [2, 0, 0, 0]
+    further = [{"tools": TOOLS[:1]}, {"tools": TOOLS}]
+    assert [text.count("<|head|>") for text in talk(further, forks=True)] == [1, 2]
+    with pytest.raises(Refusal) as refused:
+        talk(further)
+    assert (refused.value.status, str(refused.value)) == (409, REWRITTEN)

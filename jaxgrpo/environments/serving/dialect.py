@@ -57,6 +57,7 @@ class Prompted(NamedTuple):
     text: str = ""  # where the prompt is one
     skips: bool = True  # special tokens are left out of the answer's text
     before: str = ""  # the prompt of a chat, as its template writes it
+    options: Mapping[str, Any] = {}  # variables of the template with which it writes that
 
 
 Draw = Callable[[Prompted], list[list[Completion]]]
@@ -157,7 +158,9 @@ class Dialect:
             self._parse()  # a template without calls is refused before anything is drawn
         has_logp, with_ids = fields.asks_logp(), fields.flag(IDS[0])
         shows_ids, skips = fields.flag(IDS[1]), fields.flag("skip_special_tokens", True)
-        prompted = Prompted(wish, messages, chat.tools, skips=skips, before=text)
+        prompted = Prompted(
+            wish, messages, chat.tools, skips=skips, before=text, options=chat.options
+        )
         drawn = draw(prompted)
         choices = []
         for number, completion in enumerate(drawn[0]):

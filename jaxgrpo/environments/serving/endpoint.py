@@ -45,7 +45,7 @@ OVER = (
 """In words by which agents know that a conversation is full, and end it without an error"""
 REWRITTEN = (
     "the program rewrote its history: a query must repeat the messages or ids of the one before, "
-    "with what was answered, and go on behind them"
+    "with what was answered, go on behind them, and bring no further tools"
 )
 
 
@@ -80,6 +80,7 @@ class Session:
         self._drawn: list[int] = []  # and its answer
         self._messages: list[Message] = []  # of both
         self._text = ""  # of both
+        self._tools: tuple[dict[str, Any], ...] = ()  # that the model has been shown
 
     def draw(self, prompted: Prompted) -> list[list[Completion]]:
         """As `dialect.Draw`: the sample's next turn."""
@@ -106,6 +107,8 @@ class Session:
         completion = self._answers.get()
         if completion is None:
             raise self._refusal()
+        if question.is_fork or not self._drawn:
+            self._tools = prompted.tools
         self._prompt, self._drawn = wish.prompts[0], completion.tokens
         turn = self.dialect.message(completion, prompted)
         self._messages = [*prompted.messages, *read_conversation([turn])]
@@ -141,13 +144,15 @@ class Session:
         begun, tokenizer = len(self._messages), self.dialect.chat.tokenizer
         has_same = 0 < begun < len(messages)
         has_same = has_same and _essence(messages[:begun]) == _essence(self._messages)
-        rest = messages[begun:] if has_same else []
+        is_shown = all(tool in self._tools for tool in prompted.tools)
+        rest = messages[begun:] if has_same and is_shown else []
         tokens = self._behind(prompt)
         if tokens is None and self._text and prompted.text.startswith(self._text):
             text = prompted.text[len(self._text) :]
             tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         if tokens is None and rest and all(message["role"] != "assistant" for message in rest):
-            chat = self.dialect.chat._replace(tools=prompted.tools)
+            options = {**prompted.options}
+            chat = self.dialect.chat._replace(tools=prompted.tools, options=options)
             history = History(chat, self.stop_tokens)
             has_end = self._drawn[-1] in self.stop_tokens
             context = [*self._prompt, *self._drawn[: -1 if has_end else None]]
@@ -201,7 +206,7 @@ class Sessions:
         if session := self._sessions.pop(base_url.split("/")[-2], None):
             session.close("")
 
-    def _admit(self, path: str, bearer: str) -> None:
+    def _admit(self, method: str, path: str, bearer: str) -> None:
         parts = path.split("/", 3)
         if len(parts) < 4 or parts[1] != "samples" or parts[2] not in self._sessions:
             raise Refusal(404, "there is no such sample, or it is over: ask base_url as it is")

@@ -41,6 +41,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "output_mode": ("tokens",),
     "bad_words": ([],),
     "modalities": (["text"],),
+    "verbosity": ("medium",),
     "functions": ([],),
     "mm_processor_kwargs": ({},),
 }
@@ -50,7 +51,7 @@ HARMLESS = frozenset(
     [
         *("user", "metadata", "store", "service_tier", "priority", "cache_salt", "request_id"),
         *("stream_options", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-        *("verbosity", "routed_experts_prompt_start"),
+        "routed_experts_prompt_start",
     ]
 )
 """Fields that never change what is drawn."""
@@ -67,6 +68,7 @@ REASONS = {
     "stream": "ids come in one piece",
     "top_logprobs": "the log-prob of the drawn token is known, and of no other one",
     "logprobs": "the log-prob of the drawn token is known, and of no other one",
+    "tool_choice": "where no tool may be called, leave the tools out",
 }
 
 
@@ -133,7 +135,7 @@ class Fields:
         because = f" ({reason})" if reason else ""
         value = repr(self.values[name])
         value = value if len(value) <= 80 else f"{value[:77]}..."
-        raise Refusal(400, f"{name} = {value}: expected {allowed}{because}, or none", name)
+        raise Refusal(400, f"{name} = {value}: expected {allowed}{because}, or null", name)
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.values.get(name, default)

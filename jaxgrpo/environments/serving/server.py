@@ -63,8 +63,8 @@ Document = dict[str, Any] | list[dict[str, Any]]
 Answer = Callable[[Query], Document]
 """Raises: Refusal, or InputError for status 400."""
 
-Admit = Callable[[str, str], None]
-"""(path, bearer); called before a document is read. Raises: Refusal."""
+Admit = Callable[[str, str, str], None]
+"""(method, path, bearer); called before a document is read. Raises: Refusal."""
 
 
 class Server:
@@ -148,6 +148,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What the base class refuses: lines and headers that are no HTTP, other methods."""
         self.close_connection = True
+        self.request_version = self.protocol_version  # or there is no status, as in HTTP/0.9
         status = 405 if code == 501 else code
         self._write(status, _problem(status, message or "this is no HTTP", None))
 
@@ -174,17 +175,27 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         # Until the document is read, what follows on the connection is no query.
         self.close_connection, closing = True, self.close_connection
         try:
-            self.admit(path, bearer)
+            self.admit(self.command, path, bearer)
             document = {} if self.command == "GET" else self._document()
         except Refusal:
             self._discard()
             raise
-        self.close_connection = closing
+        # The document of a GET is no query: a proxy that shares the connection among its clients
+        # would hand the answer to one of them.
+        if has_rest := self.command == "GET" and self._has_document():
+            self._discard()
+        self.close_connection = closing or has_rest
         return Query(self.command, path, bearer, document)
 
+    def _has_document(self) -> bool:
+        """Whether the headers announce a document."""
+        names = "Content-Length", "Transfer-Encoding"
+        return any(name in self.headers for name in names) and self._length() != 0
+
     def _length(self) -> int | None:
-        """Bytes of the document; None: the headers do not say it."""
-        text = self.headers.get("Content-Length", "")
+        """Bytes of the document; None: the headers do not say it, or say several numbers."""
+        texts = {text.strip() for text in self.headers.get_all("Content-Length", [])}
+        text = texts.pop() if len(texts) == 1 else ""
         is_number = text.isascii() and text.isdigit() and len(text) < 16
         return int(text) if is_number and "Transfer-Encoding" not in self.headers else None
 
@@ -197,7 +208,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _document(self) -> dict[str, Any]:
         length = self._length()
         if length is None:
-            raise Refusal(411, "Content-Length is missing: send the document in one piece with it")
+            problem = "Content-Length is missing, or no single number of bytes"
+            raise Refusal(411, f"{problem}: send the document in one piece with it")
         if length > LARGEST:
             raise Refusal(413, f"{length} bytes: at most {LARGEST} are read; send less at once")
         content = self.rfile.read(length)
