@@ -184,9 +184,9 @@ def test_an_update_is_three_passes_of_all_tokens_and_with_adapters_two_of_linear
     assert work.executed == pytest.approx(4 * forward - head)  # layers are computed again
     scores = 8 * costs.attention_flops(config, 0, width)
     scores += 8 * 4 * costs.attention_flops(config, width, steps)
-    kept = costs.program_work(planned.run(**remats["attention"]))["update"]
-    assert kept.flops == work.flops
-    assert kept.executed == pytest.approx(4 * forward - head - scores)
+    with_saved_attention = costs.program_work(planned.run(**remats["attention"]))["update"]
+    assert with_saved_attention.flops == work.flops
+    assert with_saved_attention.executed == pytest.approx(4 * forward - head - scores)
     adapted = planned.run(lora={"rank": 4, "alpha": 4.0})
     with_adapters = costs.forward_flops(adapted.blueprint.model, 8, *sizes)
     assert 1.01 * forward < with_adapters < 1.02 * forward
