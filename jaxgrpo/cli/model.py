@@ -32,8 +32,10 @@ from jaxgrpo.models.api import (
     Rope,
 )
 from jaxgrpo.models.cache import cache_dtype
+from jaxgrpo.models.counts import count_weights
 from jaxgrpo.models.hf import families, folders, rope, texts, wrapped
 from jaxgrpo.models.hf.weights import has_weights
+from jaxgrpo.rollout.slots.capacity import state_bytes
 from jaxgrpo.training import memory, parameters
 from jaxgrpo.training.pretrained import find_config
 from jaxgrpo.training.processes import process
@@ -94,6 +96,7 @@ def describe(config: Config) -> dict[str, Any]:
         "rope": _rope_types(stored),
         "layers": [_kind_words(kind) for kind in stored.kinds],
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.shapes)),
+        "active": count_weights(model).work,
         "stored": dtypes,
         "dtype": keys.dtype,
         "cache_dtype": cache,
@@ -123,7 +126,9 @@ def lines(model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "  limit", f"{limit} tokens, longer ones are refused" if limit else "none"
     stored = model["stored"]
     tensors = ", ".join(f"{n} tensors {dtype}" for dtype, n in stored.items()) if stored else ""
-    yield "parameters", f"{model['parameters']:,}"
+    experts = any(" experts " in layer for layer in model["layers"])
+    active = _if(experts, f", of which a token is multiplied by {model['active']:,}")
+    yield "parameters", f"{model['parameters']:,}{active}"
     yield "  stored", tensors or "no weights in the folder; those of the hub are not fetched"
     mesh = ", ".join(f"{name} {size}" for name, size in model["mesh"].items())
     yield "each device", f"of the mesh {mesh}"
@@ -131,7 +136,8 @@ def lines(model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     weights, moments = memory.shown(bytes_["trained"]), memory.shown(bytes_["optimizer"])
     yield "  to train", f"{weights} in float32, {moments} the state of {model['optimizer']}"
     cached, dtype = memory.shown(bytes_["cached"]), model["cache_dtype"]
-    yield "  to sample", f"{cached} for the keys and values of a token, in {dtype}"
+    states = _if(bytes_["states"], f"; {memory.shown(bytes_['states'])} for the states of a sample")
+    yield "  to sample", f"{cached} for the keys and values of a token, in {dtype}{states}"
     tokenizer, template = model["tokenizer"], model["chat_template"]
     yield (
         "tokenizer",
@@ -258,6 +264,7 @@ def _on_devices(
             "trained": trained_bytes,
             "optimizer": moment_bytes,
             "cached": cached_bytes,
+            "states": sum(state_bytes(model_config.kinds, model_config.dtype, sizes.tensor)),
         },
     }
 

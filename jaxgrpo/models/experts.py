@@ -7,7 +7,7 @@ Nothing is dropped, and no array has both all tokens and all experts but the rou
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -307,12 +307,19 @@ class _Blocks(NamedTuple):
     expert: Array  # [more than that], of each
     first: Array  # row
     end: Array  # behind the last row of the expert
+    even: int  # how many there are where all experts have as many rows
 
     def at(self, i: Array, rows: int) -> tuple[Array, Array]:
         """(where block i is sliced from an array of so many rows; bool [size, 1], what is in it)"""
         start = jnp.minimum(self.first[i], rows - self.size)
         row = start + jnp.arange(self.size)
         return start, ((row >= self.first[i]) & (row < self.end[i]))[:, None]
+
+    def each(self, body: Callable[[Array, Array], Array], start: Array) -> Array:
+        """Runs through all, as `jax.lax.fori_loop`. A plan reads from the loop's name how often, as
+        `even` says (`planning.hlo`): its end is computed."""
+        with jax.named_scope(f"trips_{self.even}"):
+            return jax.lax.fori_loop(0, self.count, body, start)
 
 
 def _slots(rows: int, number: int) -> int:
@@ -324,13 +331,14 @@ def _slots(rows: int, number: int) -> int:
 
 def _blocks(rows: int, sizes: Array, size: int, skipped: int) -> _Blocks:
     """All rows of experts but for the first ones in blocks."""
-    size, ends = min(size, rows), jnp.cumsum(sizes)
+    size, ends, number = min(size, rows), jnp.cumsum(sizes), len(sizes)
+    even = min(rows, number) * -(-max(-(-rows // number) - skipped, 0) // size)
     counts = -(-jnp.maximum(sizes - skipped, 0) // size)
     last = jnp.cumsum(counts)
-    block = jnp.arange(-(-rows // size) + len(sizes))
-    expert = jnp.minimum(jnp.searchsorted(last, block, side="right"), len(sizes) - 1)
+    block = jnp.arange(-(-rows // size) + number)
+    expert = jnp.minimum(jnp.searchsorted(last, block, side="right"), number - 1)
     first = (ends - sizes)[expert] + skipped + (block - (last - counts)[expert]) * size
-    return _Blocks(size, last[-1], expert, first, ends[expert])
+    return _Blocks(size, last[-1], expert, first, ends[expert], even)
 
 
 def _first_rows(x: Array, sizes: Array, slots: int, masked: bool) -> Array:
@@ -365,7 +373,7 @@ def _in_slots(x: Array, kernel: Array, sizes: Array, turned: bool) -> Array:
         out = product.reshape(-1, product.shape[-1])[expert * slots + place]
     else:
         out = jnp.zeros((rows, kernel.shape[1 if turned else 2]), x.dtype)
-    return jax.lax.fori_loop(0, blocks.count, multiply, out)
+    return blocks.each(multiply, out)
 
 
 def _outer_in_slots(x: Array, cotangent: Array, sizes: Array, dtype: Any) -> Array:
@@ -398,4 +406,4 @@ def _outer_in_blocks(
 
     if total is None:
         total = jnp.zeros((number, x.shape[1], cotangent.shape[1]), dtype)
-    return jax.lax.fori_loop(0, blocks.count, add, total)
+    return blocks.each(add, total)

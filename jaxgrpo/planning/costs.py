@@ -14,8 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgrpo.core.chips import Chip
+from jaxgrpo.core.types import Params
 from jaxgrpo.models import sharding
-from jaxgrpo.models.api import AttentionKind, DeltaKind, Model, ModelConfig
+from jaxgrpo.models.api import (
+    EXPERT_MAPS,
+    LAYERS,
+    AttentionKind,
+    DeltaKind,
+    ExpertsKind,
+    Model,
+    ModelConfig,
+)
 from jaxgrpo.models.counts import count_recurrence, count_weights
 from jaxgrpo.models.logprobs import chunk_tokens
 from jaxgrpo.planning.hlo import Collective
@@ -76,9 +85,14 @@ def attention_flops(config: ModelConfig, before: int, tokens: int, cached: bool 
         size = sum(config.cached(kind)[1:]) if cached else config.head_dim + value
         return 2.0 * size * float(np.minimum(visible_keys, kind.window or math.inf).sum())
 
-    mixers = [kind.mixer for kind in config.kinds if isinstance(kind.mixer, DeltaKind)]
-    recurrence = tokens * sum(count_recurrence(mixer).flops for mixer in mixers)
+    recurrence = _recurrence_flops(config, tokens)
     return config.num_heads * sum(map(per_head, config.attention)) + recurrence
+
+
+def _recurrence_flops(config: ModelConfig, tokens: int) -> float:
+    """The part of `attention_flops` that layers do which recur."""
+    mixers = [kind.mixer for kind in config.kinds if isinstance(kind.mixer, DeltaKind)]
+    return tokens * sum(count_recurrence(mixer).flops for mixer in mixers)
 
 
 def forward_flops(model: Model, prompts: int, width: int, samples: int, steps: int) -> float:
@@ -105,8 +119,9 @@ def program_work(run: Run) -> dict[str, Work]:
 
 
 def _sampling_work(run: Run) -> dict[str, Work]:
-    """Decoding reads the weights at every token, but for an embedding that is not the head, half of
-    the caches, since they fill up, and the states of layers that recur, which it writes too."""
+    """Prefill reads the weights of layers for every chunk of prompts. Decoding reads them and the
+    head at every token, half of the caches, since they fill up, and the states of layers that
+    recur, which it writes too."""
     blueprint, geometry = run.blueprint, run.blueprint.geometry
     config, settings = blueprint.model.config, blueprint.sampling
     prompts, group = geometry.num_prompts, geometry.group_size
@@ -117,9 +132,9 @@ def _sampling_work(run: Run) -> dict[str, Work]:
     )
     sampled = run.engine.programs.model
     params = placed(sampled.shapes, sampling_layout(sampled, mesh))
-    looked_up = 0 if config.tie_embeddings else memory.on_device(params["embed"])
-    weights = memory.on_device(params) - looked_up
     side, chunk = chunk_shape(sizes)
+    layers = _layer_bytes(config, params, side * chunk)
+    head = memory.on_device(params["embed" if config.tie_embeddings else "head"])
     prefills = math.ceil(sizes.prompts / side) * math.ceil(max(1, width - 1) / chunk)
     numbers = count_weights(blueprint.model)
     attended = attention_flops(config, 0, width, True), attention_flops(config, width, steps, True)
@@ -129,11 +144,31 @@ def _sampling_work(run: Run) -> dict[str, Work]:
     state = (occupied.state - occupied.recurrent) / 2 + 2 * occupied.recurrent
     rounds = math.ceil(sizes.prompts * group / sizes.slots) * steps
     segments = math.ceil(rounds / settings.segment_tokens)
-    read = settings.segment_tokens * (weights + state)
+    read = settings.segment_tokens * (_layer_bytes(config, params, sizes.slots) + head + state)
     return {
-        "prefill": _work_computed_once(prefills, prompt_flops, weights, 1),
+        "prefill": _work_computed_once(prefills, prompt_flops, layers, 1),
         "decode": _work_computed_once(segments, sample_flops, read, settings.segment_tokens),
     }
+
+
+def _layer_bytes(config: ModelConfig, params: Params, tokens: int) -> float:
+    """Bytes of the weights of layers that so many tokens read at once on each device: of experts no
+    more than they can pass, `tokens` times top_k.
+
+    Args:
+      params: of shapes with shardings.
+    """
+    total = 0.0
+    for part in LAYERS:
+        kinds = config.lead if part == "lead" else config.pattern
+        for place, layer in params.get(part, {}).items():
+            total += memory.on_device(layer)
+            feed = kinds[int(place)].feed
+            if isinstance(feed, ExpertsKind):
+                maps = [layer["experts"][name.removeprefix("experts/")] for name in EXPERT_MAPS]
+                unread = max(0.0, 1 - tokens * feed.top_k / feed.number)
+                total -= unread * memory.on_device(maps)
+    return total
 
 
 def _work_computed_once(calls: int, flops: float, read: float, trips: int) -> Work:
@@ -142,28 +177,21 @@ def _work_computed_once(calls: int, flops: float, read: float, trips: int) -> Wo
 
 
 def _training_work(run: Run) -> dict[str, Work]:
-    """An update is three forward passes: with adapters two, since the weights have no gradient. One
-    comes before them where the loss sees groups.
+    """An update's passes, of which one comes before the others where the loss sees groups.
 
     It reads the weights in each pass of a micro-batch, adds a gradient to a sum (read and written),
     writes and reads what layers keep, and reads and writes parameters and moments once.
     """
     blueprint, geometry = run.blueprint, run.blueprint.geometry
-    config, train = blueprint.model.config, run.config.train
-    remat = blueprint.remat
+    config, train, remat = blueprint.model.config, run.config.train, blueprint.remat
     samples = geometry.num_prompts * geometry.group_size
     sizes = geometry.max_prompt_tokens, samples, geometry.max_completion_tokens
-    forward = forward_flops(blueprint.model, geometry.num_prompts, *sizes)
-    head = config.hidden_size * config.vocab_size
     size = jnp.dtype(config.dtype).itemsize
     weights = size * count_weights(blueprint.model).total / blueprint.mesh.shape["tensor"]
-    passes = (2 if config.lora else 3) + blueprint.objective.reads_batch
     micro, tokens, _ = full_batch(geometry)
     chunks = math.ceil(
         tokens / chunk_tokens(config.vocab_size, geometry.tokens, blueprint.logits_per_chunk)
     )
-    head_flops = 2.0 * samples * geometry.max_completion_tokens * head
-    recomputed = RECOMPUTED[remat] * (forward - head_flops)
     trained_bytes = memory.on_device(run.learner.trainable)
     activation_bytes = (
         memory.activations(blueprint.model, remat)
@@ -176,11 +204,32 @@ def _training_work(run: Run) -> dict[str, Work]:
     calls = train.num_iterations * train.minibatches
     loops = (micro, chunks)
     minibatches = train.minibatches  # which share the step's samples
-    executed = (passes * forward + recomputed) / minibatches
+    flops, executed = (count / minibatches for count in _update_flops(run, *sizes))
     return {
         **_scoring_work(run, sizes, micro, loops),
-        "update": Work(calls, passes * forward / minibatches, executed, read, loops),
+        "update": Work(calls, flops, executed, read, loops),
     }
+
+
+def _update_flops(run: Run, width: int, samples: int, steps: int) -> tuple[float, float]:
+    """Of one update with all samples: (without what is computed again, with it).
+
+    Three passes, the forward one and two for gradients: of what each product reads, and of weights,
+    which under adapters have none. Scores and recurrences are products of what was computed, and
+    take all three.
+    """
+    blueprint, prompts = run.blueprint, run.blueprint.geometry.num_prompts
+    config, remat = blueprint.model.config, blueprint.remat
+    forward = forward_flops(blueprint.model, prompts, width, samples, steps)
+    attended = prompts * attention_flops(config, 0, width)
+    attended += samples * attention_flops(config, width, steps)
+    flops = (3 + blueprint.objective.reads_batch) * forward
+    if config.lora is not None:
+        flops -= forward - attended
+    again = forward - 2.0 * samples * steps * config.hidden_size * config.vocab_size
+    if remat == "attention":  # which is kept, but for recurrences
+        again -= attended - _recurrence_flops(config, prompts * width + samples * steps)
+    return flops, flops + RECOMPUTED[remat] * again
 
 
 def _scoring_work(

@@ -21,6 +21,7 @@ _CALLED = re.compile(r"\b(?:calls|to_apply)=%?([\w.-]+)|branch_computations=\{([
 _BRANCHES = re.compile(r"\b(?:true|false)_computation=%?([\w.-]+)")
 _LOOP = re.compile(r"condition=%?([\w.-]+), body=%?([\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_NAMED_TRIPS = re.compile(r'op_name="[^"]*\btrips_(\d+)\)*/while"')
 _INDEX = re.compile(r"index=(\d+)")
 CHANNEL = re.compile(r"channel_id=(\d+)")
 _NAMED_GROUPS = re.compile(
@@ -160,8 +161,9 @@ def places(
 def _trips(
     loop: Instruction, condition: Sequence[Instruction], body: Sequence[Instruction]
 ) -> int | None:
-    """How often a loop runs that counts from 0 to a constant; None: the program computes it."""
-    if match := _TRIPS.search(loop.tail):
+    """How often a loop runs that counts from 0 to a constant, or whose name says it (the blocks of
+    `models.experts`); None: the program computes it."""
+    if match := _TRIPS.search(loop.tail) or _NAMED_TRIPS.search(loop.tail):
         return int(match[1])
     constants, root = _constants(condition), _root(condition)
     if root is None or root.code != "compare" or "direction=LT" not in root.tail:

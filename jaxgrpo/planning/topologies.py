@@ -78,8 +78,6 @@ def topology(name: str, slices: int = 1) -> Topology:
     describe = _gpu_devices if kind in GPUS else _tpu_devices
     try:
         devices = describe(kind, sizes, slices)
-    except InputError:
-        raise
     except Exception as error:  # RuntimeError, ValueError, and what plugins raise
         raise InputError(
             f"--topology {name}: cannot be compiled for ({one_line(error)}); examples: "
@@ -91,16 +89,23 @@ def topology(name: str, slices: int = 1) -> Topology:
 def read_name(name: str, slices: int = 1) -> tuple[str, tuple[int, ...]]:
     """The chip and the sizes that the name of a topology holds.
 
-    Raises: InputError for a name of another form, and where there is no such chip.
+    Raises: InputError for a name of another form, where there is no such chip, and for what GPUs
+      have not.
     """
     kind, _, shape = name.partition(":")
-    if kind not in CHIPS or not re.fullmatch(r"\d+(x\d+)*", shape) or slices < 1:
+    if kind not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) or slices < 1:
         hint = suggest(kind, CHIPS)
         raise InputError(
             f"--topology {name} --slices {slices}: expected a chip and sizes, as {_EXAMPLES}, and "
             f"one slice or more; chips: {hint}"
         )
-    return kind, tuple(map(int, shape.split("x")))
+    sizes = tuple(map(int, shape.split("x")))
+    if kind in GPUS and (len(sizes) > 2 or slices > 1):
+        raise InputError(
+            f"--topology {name} --slices {slices}: GPUs have hosts and GPUs of each, as h100:8x8, "
+            "and no slices"
+        )
+    return kind, sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,10 +171,7 @@ def _tpu_devices(kind: str, sizes: tuple[int, ...], slices: int) -> Any:
 
 
 def _gpu_devices(kind: str, sizes: tuple[int, ...], slices: int) -> Any:
-    if len(sizes) > 2 or slices > 1:
-        raise InputError(
-            f"--topology {kind}: GPUs have hosts and GPUs of each, as h100:8x8, and no slices"
-        )
+    del slices  # one, as `read_name` checks
     hosts, gpus = (1, *sizes)[-2:]
     name, memory = _GPU_KINDS[kind]
     bandwidth = int(CHIPS[kind].bandwidth)

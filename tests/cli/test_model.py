@@ -64,6 +64,7 @@ def test_a_llama_with_a_tokenizer(saved, show):
             "trained": 4 * sum(sizes),
             "optimizer": 8 * sum(sizes),
             "cached": 3 * 2 * description["num_kv_heads"] * 16 * 4,
+            "states": 0,
         },
         abs=64,  # the optimizer counts its updates
     )
@@ -83,6 +84,40 @@ def test_a_llama_with_a_tokenizer(saved, show):
     assert len(description["leaves"]) == LEAVES[0]
     for words in ("adapters (LoRA)", "a chat template", "37,248", "head of its own"):
         assert words in output
+
+
+HYBRID = {
+    "model_type": "qwen3_5_moe_text",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+def test_experts_and_states_are_counted(show, tmp_path):
+    """What a token passes of the experts, and what a sample keeps beside keys and values."""
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    code, output, description = show(tmp_path, "--dtype", "bfloat16")
+    assert code == 0, output
+    expert = 3 * 32 * 24
+    kernels = sum(leaf["numbers"] for leaf in description["leaves"] if "kernel" in leaf["name"])
+    assert description["active"] == kernels - 4 * (8 - 2) * expert + 32 * 64
+    assert f"of which a token is multiplied by {description['active']:,}" in output
+    matrices, inputs = 4 * 8 * 16 * 4, 3 * (2 * 2 * 8 + 4 * 16) * 2
+    assert description["bytes"]["states"] == 3 * (matrices + inputs)
+    assert "for the states of a sample" in output
+    assert description["bytes"]["cached"] == 2 * 2 * 16 * 2
 
 
 def test_a_gemma_without_a_tokenizer(saved, show):

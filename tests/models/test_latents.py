@@ -247,6 +247,7 @@ def test_deepseek_v3_is_described_and_planned_from_its_config_json(tmp_path, cap
     assert main(["model", str(tmp_path), "--json", "--set", "model.dtype='bfloat16'"]) == 0
     described = json.loads(capsys.readouterr().out)
     assert described["parameters"] == 671_026_419_200
+    assert round(described["active"] / 1e9) == 37
     assert described["bytes"]["cached"] == 61 * (576 + 512) * 2
     changes = {
         "model": {"path": str(tmp_path), "dtype": "bfloat16"},

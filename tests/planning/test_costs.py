@@ -20,13 +20,15 @@ from jaxgrpo.models.api import AttentionKind, Caller, LayerKind, ModelConfig
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.counts import count_weights
 from jaxgrpo.models.hf import families
-from jaxgrpo.planning import costs, topologies
+from jaxgrpo.planning import costs, programs, topologies
 from jaxgrpo.planning.costs import Work
 from jaxgrpo.planning.hlo import Array, Collective
 from jaxgrpo.planning.traffic import Traffic
 from jaxgrpo.rollout.slots import shrinking
+from jaxgrpo.rollout.slots.capacity import capacity
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.training import memory
+from jaxgrpo.update.forward import sampling_layout
 from jaxgrpo.update.packing import Geometry
 
 GEMMA = {
@@ -168,19 +170,65 @@ def test_a_sample_costs_what_its_own_tokens_do_behind_a_prompt_that_is_computed_
     assert together == pytest.approx(apart)
 
 
-def test_an_update_is_three_passes_of_all_tokens_and_with_adapters_two():
-    run = planned.run()
+def test_an_update_is_three_passes_of_all_tokens_and_with_adapters_two_of_linear_maps():
+    """Scores take three: queries, keys and values have gradients whatever is trained."""
+    remats: Any = {"full": {"train.remat": "full"}, "attention": {"train.remat": "attention"}}
+    run = planned.run(**remats["full"])
     work, geometry = costs.program_work(run)["update"], run.blueprint.geometry
     config = run.blueprint.model.config
-    sizes = (geometry.max_prompt_tokens, 8 * 4, geometry.max_completion_tokens)
+    width, steps = geometry.max_prompt_tokens, geometry.max_completion_tokens
+    sizes = (width, 8 * 4, steps)
     forward = costs.forward_flops(run.blueprint.model, 8, *sizes)
     assert work.flops == pytest.approx(3 * forward)
-    head = 2 * config.hidden_size * config.vocab_size * 8 * 4 * geometry.max_completion_tokens
+    head = 2 * config.hidden_size * config.vocab_size * 8 * 4 * steps
     assert work.executed == pytest.approx(4 * forward - head)  # layers are computed again
+    scores = 8 * costs.attention_flops(config, 0, width)
+    scores += 8 * 4 * costs.attention_flops(config, width, steps)
+    with_saved_attention = costs.program_work(planned.run(**remats["attention"]))["update"]
+    assert with_saved_attention.flops == work.flops
+    assert with_saved_attention.executed == pytest.approx(4 * forward - head - scores)
     adapted = planned.run(lora={"rank": 4, "alpha": 4.0})
     with_adapters = costs.forward_flops(adapted.blueprint.model, 8, *sizes)
     assert 1.01 * forward < with_adapters < 1.02 * forward
-    assert costs.program_work(adapted)["update"].flops == pytest.approx(2 * with_adapters)
+    expected = 2 * (with_adapters - scores) + 3 * scores
+    assert costs.program_work(adapted)["update"].flops == pytest.approx(expected)
+
+
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 64,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+}
+
+
+def test_few_slots_read_the_experts_that_they_pass_and_prompts_read_no_head():
+    model = {"path": "none/here", "dtype": "bfloat16", "config": planned.QWEN3 | EXPERTS}
+    few_slots: Any = {"rollout.slots": 4}  # of two bins
+    run = planned.run(devices=topologies.stand_ins("v5e:2x2", 1), model=model, **few_slots)
+    blueprint, geometry = run.blueprint, run.blueprint.geometry
+    sampled, mesh = run.engine.programs.model, run.blueprint.samples_on
+    leaves = jax.tree.leaves_with_path(
+        programs.placed(sampled.shapes, sampling_layout(sampled, mesh))
+    )
+
+    def size(*names: str) -> int:
+        """Bytes of the leaves whose places hold one of these names."""
+        places = [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
+        return memory.on_device(
+            [leaf for place, leaf in places if any(name in place for name in names)]
+        )
+
+    layers, maps = size("blocks", "rest"), size("gate", "up", "down")
+    assert size("embed") > 0
+    assert 0.5 * layers < maps < layers
+    sizes = geometry.num_prompts, geometry.group_size, geometry.max_prompt_tokens
+    state = capacity(blueprint.model, blueprint.sampling, mesh, *sizes).state
+    work, segment = costs.program_work(run), blueprint.sampling.segment_tokens
+    read = layers - maps * (1 - 2 * 2 / 16) + size("embed") + state / 2
+    assert work["decode"].read == pytest.approx(segment * read)
+    assert work["prefill"].read == layers
 
 
 def test_several_updates_of_a_step_share_its_samples_or_repeat_them():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxgrpo.models import sharding
+from jaxgrpo.models import experts, sharding
 from jaxgrpo.planning import hlo, topologies
 from jaxgrpo.planning.hlo import Array
 
@@ -332,3 +332,27 @@ def test_a_loop_of_computed_end_takes_the_trips_it_is_told(platform):
     program = jax.jit(mapped).trace(*arguments).lower(lowering_platforms=(platform,)).compile()
     (collective,) = hlo.collectives(str(program.as_text()), dict(mesh.shape), unknown=(17,))
     assert (collective.kind, collective.trips, collective.axes) == ("all-reduce", 17, ("tensor",))
+
+
+@pytest.mark.parametrize(("rows", "trips"), [(3, 3), (64, 0)])
+def test_blocks_of_experts_run_as_often_as_where_all_experts_have_as_many_rows(rows, trips):
+    """They are within loops of computed ends, whose trips are not theirs: of fewer rows than
+    experts each has a block, and of more the first rows of all experts are one product."""
+
+    def loss(x, kernel, sizes):
+        return experts.grouped(x, kernel, sizes).sum()
+
+    shapes = ((rows, 8), jnp.float32), ((4, 8, 8), jnp.float32), ((4,), jnp.int32)
+    arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arguments).compile()
+    bodies, entry = hlo.computations(program.as_text())
+    loops = [
+        instruction.tail
+        for body in bodies.values()
+        for instruction in body
+        if instruction.code == "while" and "trips_" in instruction.tail
+    ]
+    placed = hlo.places(bodies, entry, (1000,))
+    assert loops
+    assert {placed[tail.split("body=%")[1].split(",")[0]].trips for tail in loops} == {trips}
+    assert 1000 not in {place.trips for place in placed.values()}

@@ -133,6 +133,17 @@ def test_what_there_is_not_is_refused_with_what_there_is(name, slices, message):
         topologies.topology(name, slices)
 
 
+@pytest.mark.parametrize(
+    ("name", "slices", "message"),
+    [("h100:1x8", 2, "no slices"), ("h100:2x2x8", 1, "no slices"), ("v5e:0x4", 1, "expected a")],
+)
+def test_no_devices_stand_in_for_what_there_is_not(name, slices, message):
+    """Formulas alone, and dry runs, ask no compiler."""
+    for make in (topologies.stand_ins, topologies.not_compiled_for):
+        with pytest.raises(InputError, match=message):
+            make(name, slices)
+
+
 @NEEDS_CUDA
 @pytest.mark.parametrize(("name", "hosts", "devices"), [("h100:8", 1, 8), ("h200:2x4", 2, 8)])
 def test_gpus_are_hosts_and_the_gpus_of_each(name, hosts, devices):

@@ -128,7 +128,7 @@ def capacity(
 
     rings = [ring_bytes(kind) for kind in config.attention]
     shared = cache_bytes(config.attention[0], sizes.rows, sizes.width) if rings else 0
-    state_bytes, largest = _state_bytes(config.kinds, config.dtype, tensor), max(rings, default=0)
+    states, largest = state_bytes(config.kinds, config.dtype, tensor), max(rings, default=0)
     sequences = sizes.slots + sizes.rows
     samples = sizes.prompts * group * longest * _token_bytes(config.kinds, settings)
     is_copied = platform in COPYING and size < 4
@@ -136,12 +136,12 @@ def capacity(
     if is_copied and dtype == FP8:  # a layer's cache is converted while it is read
         copied = max(copied, (largest + shared) * jnp.dtype(config.dtype).itemsize)
     return Capacity(
-        state=len(rings) * shared + sum(rings) + sequences * sum(state_bytes) + samples,
-        recurrent=sizes.slots * sum(state_bytes),
+        state=len(rings) * shared + sum(rings) + sequences * sum(states) + samples,
+        recurrent=sizes.slots * sum(states),
         working=max(
             LOGITS * (4 * sizes.slots * config.vocab_size // tensor),
             largest + shared,
-            sequences * max(state_bytes, default=0),
+            sequences * max(states, default=0),
             copied,
         ),
     )
@@ -156,7 +156,7 @@ def _token_bytes(kinds: Sequence[LayerKind], settings: SamplingSettings) -> int:
     return PER_TOKEN + 4 * (settings.early_stop is not None) + record_bytes
 
 
-def _state_bytes(kinds: Sequence[LayerKind], dtype: str, tensor: int) -> list[int]:
+def state_bytes(kinds: Sequence[LayerKind], dtype: str, tensor: int) -> list[int]:
     """Bytes of a sequence's state on a device, of each layer that recurs."""
 
     def layer_bytes(kind: DeltaKind) -> int:
