@@ -13,8 +13,8 @@ from jaxgrpo.rewards.protocol import Reward, TrainerState
 
 
 def decode_texts(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
-    """Texts of token ids, without special tokens, and with every space that was sampled, but for the
-    first one where a tokenizer leaves that out of texts, as Llama 2's does."""
+    """Texts of token ids, without special tokens, and with every space that was sampled, but for
+    the first where a tokenizer leaves that out of texts, as Llama 2's does."""
     if not ids:  # a process without a group; transformers takes [] for one empty text
         return []
     # Stop strings are looked for in the text as it was sampled.
