@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from jaxgrpo.config.files import entries, printed_entry
+from jaxgrpo.config.files import entries
 from jaxgrpo.config.own_code import short_name
+from jaxgrpo.config.reading import printed_entry
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import storage
 from jaxgrpo.data.storage import Place, write_atomically

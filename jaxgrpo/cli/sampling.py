@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxgrpo.config import own_code
-from jaxgrpo.config.files import Config
+from jaxgrpo.config.keys import DataKeys
 from jaxgrpo.config.ranges import HEAT
 from jaxgrpo.config.tables import SampleOverrides
 from jaxgrpo.core.errors import InputError, refusing
@@ -121,7 +121,8 @@ def write_samples(
     check_writable(out, inputs=[prompts])
     rows = _lines(prompts) if prompts.endswith(".txt") else None
     changes = option_changes(None if rows else prompts, top_k, top_p, max_tokens)
-    config = without_columns(config_for(target, changes, overrides))
+    config = config_for(target, changes, overrides)
+    config = dataclasses.replace(config, data=without_columns(config.data))
     process.start(config.mesh.platform)
     config = config.at_time(config.data.template_time or _template_time(out, overwrite))
     console = Console(highlight=False)
@@ -132,14 +133,13 @@ def write_samples(
         texts = [row["prompt"] for row in questions.rows]
         resume = functools.partial(file.resume, prompts=texts, samples=samples, size=batches.size)
         finished_prompts = process.broadcast(lambda: resume(facts, overwrite=overwrite))
-        if finished_prompts == len(texts):
-            message = "are there already; to sample them again: --overwrite"
-        else:
+        message = "are there already; to sample them again: --overwrite"
+        if finished_prompts < len(texts):
             ask = functools.partial(_ask, console, policy, questions, batches)
             message = ask(seed_key(config.train.seed), finished_prompts, samples, file)
     if process.is_main():
-        message = f"{out}: {samples * len(texts)} samples of {len(texts)} prompts {message}"
-        console.print(message, soft_wrap=True, markup=False)
+        count = f"{samples * len(texts)} samples of {len(texts)} prompts"
+        console.print(f"{out}: {count} {message}", soft_wrap=True, markup=False)
     return 0
 
 
@@ -373,13 +373,13 @@ def option_changes(
     }
 
 
-def without_columns(config: Config) -> Config:
-    """The config with entries of `data.path` that say no columns: those of `option_changes` are
-    read, also where the prompts are of the source of an entry."""
-    if not isinstance(parts := config.data.path, tuple):
-        return config
-    path = tuple(dataclasses.replace(part, prompt=None, answer=None) for part in parts)
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, path=path))
+def without_columns(data: DataKeys) -> DataKeys:
+    """The keys with entries of `data.path` that say no columns: those of `option_changes` are read,
+    also where the prompts are of the source of an entry."""
+    if not isinstance(data.path, tuple):
+        return data
+    path = tuple(dataclasses.replace(part, prompt=None, answer=None) for part in data.path)
+    return dataclasses.replace(data, path=path)
 
 
 def _template_time(out: str, overwrite: bool) -> str:

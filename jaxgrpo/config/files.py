@@ -26,14 +26,7 @@ from jaxgrpo.config import checks, keys, reading
 from jaxgrpo.config.keys import SECTIONS, Config, config_folder, is_path
 from jaxgrpo.config.own_code import named_file, python_name
 from jaxgrpo.config.reading import show
-from jaxgrpo.core.errors import (
-    ConfigError,
-    InputError,
-    differing_names,
-    no_text,
-    suggest,
-    without_passwords,
-)
+from jaxgrpo.core.errors import ConfigError, InputError, differing_names, no_text, suggest
 from jaxgrpo.core.scores import POLICIES
 from jaxgrpo.data.chat import CHOICES
 from jaxgrpo.data.storage import is_url
@@ -387,21 +380,6 @@ def entries(value: Any, name: str = "") -> dict[str, str]:
     for key, entry in value.items():
         texts |= entries(entry, f"{name}.{key}".lstrip("."))
     return texts
-
-
-def printed_entry(text: str) -> str:
-    """A value of `entries` without the passwords of its URLs; JSON as before.
-
-    >>> printed_entry('["https://me:secret@host/d", "a:b@c"]'), printed_entry("0.1")
-    ('["https://me:...@host/d", "a:b@c"]', '0.1')
-    """
-
-    def hide(value: Any) -> Any:
-        if isinstance(value, list):
-            return list(map(hide, value))
-        return without_passwords(value) if isinstance(value, str) else value
-
-    return json.dumps(hide(json.loads(text)), ensure_ascii=False) if "://" in text else text
 
 
 def make_config(

@@ -26,6 +26,7 @@ from jaxgrpo.config.keys import (
     ScoreKeys,
 )
 from jaxgrpo.config.ranges import KINDS, LARGEST, Range, expected_value, kind_for
+from jaxgrpo.core.errors import without_passwords
 
 TRL = {
     "num_generations": "rollout.group_size",
@@ -284,3 +285,18 @@ def _nearest_key(name: str, path: str, fields: list[str]) -> str | None:
     homes = {key.rpartition(".")[2]: key for key in reversed(KEYS)}  # the first one counts
     near = difflib.get_close_matches(name, homes, n=1, cutoff=0.75)
     return homes[near[0]] if near else None
+
+
+def printed_entry(text: str) -> str:
+    """A value of `files.entries` without the passwords of its URLs; JSON as before.
+
+    >>> printed_entry('["https://me:secret@host/d", "a:b@c"]'), printed_entry("0.1")
+    ('["https://me:...@host/d", "a:b@c"]', '0.1')
+    """
+
+    def hide(value: Any) -> Any:
+        if isinstance(value, list):
+            return list(map(hide, value))
+        return without_passwords(value) if isinstance(value, str) else value
+
+    return json.dumps(hide(json.loads(text)), ensure_ascii=False) if "://" in text else text

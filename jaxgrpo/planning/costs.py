@@ -22,6 +22,7 @@ from jaxgrpo.models.api import (
     AttentionKind,
     DeltaKind,
     ExpertsKind,
+    LayerKind,
     Model,
     ModelConfig,
 )
@@ -85,13 +86,13 @@ def attention_flops(config: ModelConfig, before: int, tokens: int, cached: bool 
         size = sum(config.cached(kind)[1:]) if cached else config.head_dim + value
         return 2.0 * size * float(np.minimum(visible_keys, kind.window or math.inf).sum())
 
-    recurrence = _recurrence_flops(config, tokens)
+    recurrence = _recurrence_flops(config.kinds, tokens)
     return config.num_heads * sum(map(per_head, config.attention)) + recurrence
 
 
-def _recurrence_flops(config: ModelConfig, tokens: int) -> float:
+def _recurrence_flops(kinds: Sequence[LayerKind], tokens: int) -> float:
     """The part of `attention_flops` that layers do which recur."""
-    mixers = [kind.mixer for kind in config.kinds if isinstance(kind.mixer, DeltaKind)]
+    mixers = [kind.mixer for kind in kinds if isinstance(kind.mixer, DeltaKind)]
     return tokens * sum(count_recurrence(mixer).flops for mixer in mixers)
 
 
@@ -133,7 +134,8 @@ def _sampling_work(run: Run) -> dict[str, Work]:
     sampled = run.engine.programs.model
     params = placed(sampled.shapes, sampling_layout(sampled, mesh))
     side, chunk = chunk_shape(sizes)
-    layers = _layer_bytes(config, params, side * chunk)
+    kinds = dict.fromkeys(LAYERS, config.pattern) | {"lead": config.lead}
+    layers = _layer_bytes(kinds, params, side * chunk)
     head = memory.on_device(params["embed" if config.tie_embeddings else "head"])
     prefills = math.ceil(sizes.prompts / side) * math.ceil(max(1, width - 1) / chunk)
     numbers = count_weights(blueprint.model)
@@ -144,26 +146,26 @@ def _sampling_work(run: Run) -> dict[str, Work]:
     state = (occupied.state - occupied.recurrent) / 2 + 2 * occupied.recurrent
     rounds = math.ceil(sizes.prompts * group / sizes.slots) * steps
     segments = math.ceil(rounds / settings.segment_tokens)
-    read = settings.segment_tokens * (_layer_bytes(config, params, sizes.slots) + head + state)
+    read = settings.segment_tokens * (_layer_bytes(kinds, params, sizes.slots) + head + state)
     return {
         "prefill": _work_computed_once(prefills, prompt_flops, layers, 1),
         "decode": _work_computed_once(segments, sample_flops, read, settings.segment_tokens),
     }
 
 
-def _layer_bytes(config: ModelConfig, params: Params, tokens: int) -> float:
+def _layer_bytes(kinds: Mapping[str, Sequence[LayerKind]], params: Params, tokens: int) -> float:
     """Bytes of the weights of layers that so many tokens read at once on each device: of experts no
     more than they can pass, `tokens` times top_k.
 
     Args:
+      kinds: of each part of the model's layers.
       params: of shapes with shardings.
     """
     total = 0.0
     for part in LAYERS:
-        kinds = config.lead if part == "lead" else config.pattern
         for place, layer in params.get(part, {}).items():
             total += memory.on_device(layer)
-            feed = kinds[int(place)].feed
+            feed = kinds[part][int(place)].feed
             if isinstance(feed, ExpertsKind):
                 maps = [layer["experts"][name.removeprefix("experts/")] for name in EXPERT_MAPS]
                 unread = max(0.0, 1 - tokens * feed.top_k / feed.number)
@@ -228,7 +230,7 @@ def _update_flops(run: Run, width: int, samples: int, steps: int) -> tuple[float
         flops -= forward - attended
     again = forward - 2.0 * samples * steps * config.hidden_size * config.vocab_size
     if remat == "attention":  # which is kept, but for recurrences
-        again -= attended - _recurrence_flops(config, prompts * width + samples * steps)
+        again -= attended - _recurrence_flops(config.kinds, prompts * width + samples * steps)
     return flops, flops + RECOMPUTED[remat] * again
 
 

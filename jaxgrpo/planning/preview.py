@@ -292,7 +292,7 @@ def _evaluation(run: setup.Setup) -> dict[str, str]:
     if run.config.measures_kl_to_base:
         distance = "with the KL to the base, which lies in memory for it (eval.kl_to_base)"
     prompts = len(run.inputs.held_out.rows[: keys.prompts])
-    shared = inputs.shared_line(run.config, run.inputs)
+    shared = inputs.shared_line(run.inputs, keys.prompts, bool(run.config.environment))
     return {
         "evaluation": f"{prompts} prompts x {keys.samples} samples, {distance}",
         **({"  trained on": shared} if shared else {}),

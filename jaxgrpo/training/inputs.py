@@ -279,18 +279,22 @@ def dropped_line(prompts: PromptData, max_prompt_tokens: int) -> str:
     )
 
 
-def shared_line(config: Config, run_inputs: Inputs) -> str:
+def shared_line(run_inputs: Inputs, number: int, has_environment: bool) -> str:
     """What to say of held-out prompts that are trained on too; empty where none are, or where an
-    environment says what is asked."""
+    environment says what is asked.
+
+    Args:
+      number: of prompts that are evaluated, at most.
+    """
     training, held_out = run_inputs.prompts, run_inputs.held_out
-    if held_out is None or config.environment:
+    if held_out is None or has_environment:
         return ""
 
     def questions(data: PromptData) -> list[tuple[bytes, str]]:
         pairs = zip(data.encoded, data.rows, strict=True)
         return [(ids.tobytes(), str(row.get("answer"))) for ids, row in pairs]
 
-    trained, evaluated = set(questions(training)), questions(held_out)[: config.eval.prompts]
+    trained, evaluated = set(questions(training)), questions(held_out)[:number]
     shared = sum(question in trained for question in evaluated)
     line = f"{shared} of {len(evaluated)} prompts are training prompts too, with the same answers"
     return line if shared else ""

@@ -289,7 +289,7 @@ def say_start(
         if prompts and prompts.dropped:
             line = dropped_line(prompts, run.config.rollout.max_prompt_tokens)
             display.say(f"{name}{line}")
-    if line := shared_line(run.config, inputs):
+    if line := shared_line(inputs, run.config.eval.prompts, bool(run.config.environment)):
         display.say(f"eval.data: {line}")
     if answers := run.collector.source.answers:
         display.say(f"reference answers: {answers_line(answers)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,7 @@ def test_prompts_that_are_sampled_have_the_column_prompt_also_where_they_are_of_
     entry = 'data.path=[{ path = "owner/name", prompt = "question", answer = "gold" }]'
     config = read(entry, "eval.data=owner/name", "data.answer=")
     assert inputs.eval_source(config.eval, config.data).columns == ("question", "gold")
-    config = without_columns(config)
+    config = dataclasses.replace(config, data=without_columns(config.data))
     assert inputs.eval_source(config.eval, config.data).columns == ("prompt", "")
 
 

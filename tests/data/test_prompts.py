@@ -255,7 +255,9 @@ def test_held_out_prompts_that_are_trained_on_are_counted():
 
     def line(held_out, **tables):
         config = configs.from_dict(minimal_config.tables(**tables))
-        return inputs.shared_line(config, read(held_out=held_out))
+        return inputs.shared_line(
+            read(held_out=held_out), config.eval.prompts, bool(config.environment)
+        )
 
     assert line(held_out) == "2 of 4 prompts are training prompts too, with the same answers"
     first = {"eval": {"data": "task:arithmetic:test", "prompts": 3}}

@@ -17,7 +17,7 @@ from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config, make_config, replace
 from jaxgrpo.config.keys import HINTS, SECTIONS, SHIPPED, RewardKeys, config_folder
 from jaxgrpo.config.ranges import LARGEST_SEED
-from jaxgrpo.config.reading import show
+from jaxgrpo.config.reading import printed_entry, show
 from jaxgrpo.core.errors import ConfigError, suggest
 from jaxgrpo.data import storage
 
@@ -270,7 +270,7 @@ def differences(cases: Sequence[Case]) -> dict[str, dict[str, str]]:
         for key in sorted(set().union(*flat.values()) - swept)
     }
     return {
-        key: {arm: configs.printed_entry(text) for arm, text in values.items()}
+        key: {arm: printed_entry(text) for arm, text in values.items()}
         for key, values in rows.items()
         if len({*values.values()}) > 1
     }
