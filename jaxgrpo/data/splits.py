@@ -45,11 +45,11 @@ def saved(data_set: Any, subset: str | None, split: str | None, where: str, tabl
     Raises: InputError for a subset, and for another split than the single one that was saved.
     """
     problem = None if subset is None else ("has no subsets", "subset")
-    is_single = not isinstance(data_set, Mapping) and split is not None
-    if is_single and split != str(data_set.split):
-        if problem is None and data_set.split is not None and _names_parts(split):
-            return {str(data_set.split): data_set}
-        problem = f"holds a single data set, of the split {data_set.split}", "split"
+    single: Any = None if isinstance(data_set, Mapping) else data_set
+    if single is not None and split not in (None, str(single.split)):
+        if problem is None and single.split is not None and _names_parts(split):
+            return {str(single.split): single}
+        problem = f"holds a single data set, of the split {single.split}", "split"
     if problem:
         raise InputError(
             f"{where}, which save_to_disk wrote, {problem[0]}: leave {table}.{problem[1]} out"

@@ -279,12 +279,12 @@ def dropped_line(prompts: PromptData, max_prompt_tokens: int) -> str:
     )
 
 
-def shared_line(run_inputs: Inputs, number: int, has_environment: bool) -> str:
+def shared_line(run_inputs: Inputs, number: int | None, has_environment: bool) -> str:
     """What to say of held-out prompts that are trained on too; empty where none are, or where an
     environment says what is asked.
 
     Args:
-      number: of prompts that are evaluated, at most.
+      number: of prompts that are evaluated, at most; None: all.
     """
     training, held_out = run_inputs.prompts, run_inputs.held_out
     if held_out is None or has_environment:

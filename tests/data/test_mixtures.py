@@ -111,9 +111,9 @@ def test_a_mistake_in_a_mixture_is_one_problem(entry, message):
 
 
 def test_an_evaluation_on_a_source_of_a_list_is_read_as_its_entry():
-    hub = {"path": "openai/gsm8k", "prompt": "question"}
-    main = PartKeys(**hub, subset="main", split="train", revision="v1")
-    socratic = PartKeys(**hub, subset="socratic", name="by questions")
+    hub = PartKeys(path="openai/gsm8k", prompt="question")
+    main = dataclasses.replace(hub, subset="main", split="train", revision="v1")
+    socratic = dataclasses.replace(hub, subset="socratic", name="by questions")
     task = PartKeys(path="task:arithmetic:train?size=8", prompt="{prompt} Think.")
     data = DataKeys(path=(main, task), answer="gold")
 

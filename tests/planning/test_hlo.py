@@ -345,7 +345,7 @@ def test_blocks_of_experts_run_as_often_as_where_all_experts_have_as_many_rows(r
     shapes = ((rows, 8), jnp.float32), ((4, 8, 8), jnp.float32), ((4,), jnp.int32)
     arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arguments).compile()
-    bodies, entry = hlo.computations(program.as_text())
+    bodies, entry = hlo.computations(program.as_text() or "")
     loops = [
         instruction.tail
         for body in bodies.values()

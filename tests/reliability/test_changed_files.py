@@ -93,7 +93,7 @@ def test_the_best_step_is_that_of_the_metric_asked_for_and_of_an_intact_checkpoi
         checkpoints.save(5, small(5), {**meta, "best": [4, 0.8]})
         checkpoints.wait()
 
-        def best(metric: str) -> int:
+        def best(metric: str) -> int | None:
             return export._number(saved, metric, "best", checkpoints)
 
         assert best("eval/a") == 4  # step 2 could not be saved
