@@ -28,8 +28,8 @@ from jaxgrpo.training.processes.backend import start_backend
 from jaxgrpo.training.records.console import Document
 
 PACKAGES = (
-    ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint"),
-    ("numpy", "transformers", "tokenizers", "datasets"),
+    ("jax", "jaxlib", "flax", "orbax-checkpoint"),
+    ("numpy", "optax", "transformers", "tokenizers", "datasets"),
 )
 """What results depend on, by line."""
 DEVICE_PACKAGES = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
