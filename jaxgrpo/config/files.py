@@ -277,8 +277,10 @@ def _override(tables: dict[str, Any], text: str) -> Iterator[str]:
         if plain.startswith(("[", "{", '"', "'")):
             yield f"--set {text}: the value is not TOML: {error}"
             return
-        if right := "null" if plain == "null" else as_json(plain):
-            right = "nothing behind the =, which leaves the key unset" if right == "null" else right
+        right = as_json(plain)
+        if "null" in (plain, right):
+            right = "nothing behind the =, which leaves the key unset"
+        if right:
             yield f"--set {text}: {plain} would be a text; write {right}"
             return
         value = plain or _nothing(".".join(path))

@@ -90,7 +90,7 @@ def export(
 
 def _target(out: str | Place, bases: Iterable[str | Path], overwrite: bool) -> Place:
     """Where to export to. Raises: InputError where what is there may not be replaced."""
-    target = storage.place(out) if storage.is_url(out) else Path(out)
+    target = storage.place_as_named(out)
     with refusing(f"{out} cannot be read ({{reason}})", OSError):
         folders.refuse_unless_ours(target, bases, overwrite)
     return target

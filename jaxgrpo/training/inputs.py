@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -290,11 +291,12 @@ def shared_line(run_inputs: Inputs, number: int | None, has_environment: bool) -
     if held_out is None or has_environment:
         return ""
 
-    def questions(data: PromptData) -> list[tuple[bytes, str]]:
-        pairs = zip(data.encoded, data.rows, strict=True)
-        return [(ids.tobytes(), str(row.get("answer"))) for ids, row in pairs]
+    def questions(data: PromptData, number: int | None = None) -> Iterator[tuple[bytes, str]]:
+        for ids, row in itertools.islice(zip(data.encoded, data.rows, strict=True), number):
+            yield ids.tobytes(), str(row.get("answer"))
 
-    trained, evaluated = set(questions(training)), questions(held_out)[:number]
+    evaluated = list(questions(held_out, number))
+    trained = set(evaluated).intersection(questions(training))
     shared = sum(question in trained for question in evaluated)
     line = f"{shared} of {len(evaluated)} prompts are training prompts too, with the same answers"
     return line if shared else ""
