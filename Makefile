@@ -8,7 +8,7 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 \
   --dist loadfile --no-loadscope-reorder \
   $(if $(TIMES),--times $(TIMES))
 
-.PHONY: help quickstart quickstarts agents real-model real-methods test-fast test-oldest test test-all test-long test-reliability readme lint docs checks site experiments clean
+.PHONY: help quickstart quickstarts agents real-model real-methods test-fast test-oldest test-newest test test-all test-long test-reliability readme lint docs checks site experiments clean
 
 help:
 	@echo "make quickstart  build a small base model, train it with GRPO, evaluate both"
@@ -18,6 +18,7 @@ help:
 	@echo "make real-methods compare methods on that model and write docs/real-model.md: two hours"
 	@echo "make test-fast   the quick tests"
 	@echo "make test-oldest the quick tests with the lowest versions that pyproject.toml allows"
+	@echo "make test-newest the same with the newest versions there are today; PYTHON=python3.12 gets newer ones"
 	@echo "make test        lint and the tests that are not marked full; what CI runs"
 	@echo "make test-all    lint and all tests but those of test-reliability and test-long: with learning"
 	@echo "make test-long   the tests marked long: the rest of families, fields, recipes and sizes; hours"
@@ -53,6 +54,13 @@ test-fast: .venv/.tests
 
 test-oldest: BIN := .venv-oldest/bin
 test-oldest: .venv-oldest/.$(notdir $(PYTHON))
+	$(PYTEST) -m "not slow and not full"
+
+test-newest: BIN := .venv-newest/bin
+test-newest: .venv-newest/.$(notdir $(PYTHON))
+	$(NEWEST) torch
+	$(NEWEST) -e ".[test,bench]"
+	$(NEWEST) $(SMOLLM2)
 	$(PYTEST) -m "not slow and not full"
 
 test: lint
@@ -134,6 +142,13 @@ OLDEST := .venv-oldest/bin/python -m pip install -c .venv-oldest/constraints.txt
 	$(OLDEST) torch
 	$(OLDEST) -e ".[test,bench]"
 	$(OLDEST) $(SMOLLM2)
+	touch $@
+
+# `make test-newest` looks each time for newer versions; another PYTHON begins anew.
+NEWEST := .venv-newest/bin/python -m pip install --upgrade --upgrade-strategy eager
+.venv-newest/.$(notdir $(PYTHON)):
+	$(CHECK_PYTHON)
+	$(PYTHON) -m venv --clear .venv-newest
 	touch $@
 
 # torch, the oracle of the model tests, by itself: its build for CPUs is enough where one is at hand.

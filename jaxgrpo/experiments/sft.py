@@ -41,6 +41,7 @@ from jaxgrpo.training.pretrained import Pretrained
 from jaxgrpo.training.processes import peers, process
 from jaxgrpo.training.processes.process import StopRequested
 from jaxgrpo.training.processes.recovery import Keeper, Progress, writing_results
+from jaxgrpo.training.processes.watchdog import Watchdog
 from jaxgrpo.training.records.console import Display, facts, show_config
 from jaxgrpo.training.records.folder import RunFolder, refuse_unusable
 from jaxgrpo.training.records.reading import read_metrics
@@ -50,7 +51,7 @@ from jaxgrpo.update.optimizer import current_rate
 
 REWARD = "answers"
 SIZES = ("prompts_per_step", "max_prompt_tokens", "max_completion_tokens")
-STEPS = ("steps", "seed", "tokens_per_micro_batch", "remat")
+STEPS = ("steps", "seed", "tokens_per_micro_batch", "remat", "stop_after_not_finite")
 UNREAD = ("advantage", "reference", "scores", "experience", "tree", "atlas", "eval")
 UNREAD_OF_DATA = ("answer_prefix", "answer_cuts", "max_answer_tokens", "completion")
 """Keys of a run, and of its table `data`, that are about samples and what scores them."""
@@ -108,7 +109,7 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
     """Trains as `config_for` says and writes RUN/model. Returns what summary.json holds.
 
     Raises: InputError before anything long starts; StopRequested after a stop signal, when the
-    step is saved; NotSaved where it cannot be.
+    step is saved; NotSaved where it cannot be; Diverged where the weights are of no use.
     """
     peers.set_timeout(config.run.peer_timeout)
     with contextlib.ExitStack() as stack:
@@ -116,10 +117,9 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
         refuse_other_start(start, config.teachers, config.scorer_name)
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
         text = process.broadcast(folder.config)
-        config, saved_config = opening.refuse_other_config(folder.place, text, config)
+        config, saved = opening.refuse_other_config(folder.place, text, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
-        every = saved_config.checkpoint.every
-        saved_step, meta = opening.newest_checkpoint(checkpoints, folder, every)
+        saved_step, meta = opening.newest_checkpoint(checkpoints, folder, saved.checkpoint.every)
         run, input_facts = opening.set_up(config, meta, SETUP)
         batch = make_answer_batches(run)
         if saved_step is not None:
@@ -128,16 +128,20 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
         for problem in folder.problems(saved_step, meta.get("logged")):
             _say(console, problem)
         opening.begin_folder(run, folder, saved_step)
-        stack.enter_context(process.stop_signals(config.run.stop_grace))
+        grace, limit = config.run.stop_grace, config.train.stop_after_not_finite
+        stack.enter_context(process.stop_signals(grace))
         last, pretrained = config.train.steps, run.inputs.pretrained
         adapters = parameters.adapter_identity(pretrained.folder, pretrained.model)
-        display, progress = Display(last, 0, process.is_main()), Progress.from_meta({})
+        display, progress = Display(last, 0, process.is_main()), Progress.from_meta(meta)
         state = folder, checkpoints, display, progress, input_facts
-        keeper = Keeper(config.source, 0, *state, adapters=adapters)
+        keeper = Keeper(config.source, limit, *state, adapters=adapters)
+        watch = Watchdog(display.under_way, keeper.saved_line, grace, config.run.stuck_after)
+        stack.enter_context(watch)
         numbers = range((saved_step or 0) + 1, last + 1)
         step = lambda learner, number: _step(run, learner, batch(number - 1))  # noqa: E731
         begin, every = (run.learner, run.stream), config.checkpoint.every
-        learner, line = _take_steps(console, step, begin, keeper, numbers, every)
+        learner, line = _take_steps(console, step, begin, keeper, watch, numbers, every)
+        watch.phase("end of the run")
         # A run that was finished before has the metrics of its last step in its file.
         line = line or process.broadcast(lambda: [{}, *read_metrics(folder.path)][-1])
         summary = {"step": last, **line, "model": str(folder.place / "model")}
@@ -145,8 +149,8 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
         ends = texts.end_fields(run.blueprint.sampling.stop_tokens)
         with writing_results(folder.place):
             keeper.refuse_moved(last)
-            facts = run.inputs, config.data.chat_template, input_facts
-            process.broadcast(lambda: refuse_changed_base(*facts))
+            base = run.inputs, config.data.chat_template, input_facts
+            process.broadcast(lambda: refuse_changed_base(*base))
             _write(folder, pretrained, learner, ends, summary)
         _say(console, f"{summary['model']}: for model.path of a run")
         process.meet()
@@ -158,6 +162,7 @@ def _take_steps(
     step: Callable[[Learner, int], tuple[Learner, dict[str, float]]],
     begin: tuple[Learner, Stream],
     keeper: Keeper,
+    watch: Watchdog,
     numbers: range,
     every: int,
 ) -> tuple[Learner, dict[str, float]]:
@@ -167,13 +172,16 @@ def _take_steps(
     """
     (learner, stream), line, last = begin, {}, numbers.stop - 1
     for number in numbers:
+        watch.phase(f"step {number}: update")
         learner, line = step(learner, number)
         with contextlib.suppress(OSError):  # it waits for space, and no step is saved without
             keeper.folder.write_metrics(number, line)
+        keeper.refuse_diverged(number, line)
         if number == last or number % -(-last // LINES) == 0:
             _say(console, f"step {number} of {last}: {_words(line)}")
         stop = process.stop_requested(number)
         if stop or number == last or number % every == 0:
+            watch.phase(f"step {number}: save")
             keeper.save(learner, stream, number, must=bool(stop) or number == last)
         if stop and number < last:
             raise StopRequested(

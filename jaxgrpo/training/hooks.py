@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from jax import Array
 
@@ -30,6 +31,7 @@ from jaxgrpo.training import fingerprints
 from jaxgrpo.training.collecting.collector import Collected
 from jaxgrpo.training.opening import OpenRun
 from jaxgrpo.training.processes import process
+from jaxgrpo.training.processes.recovery import Keeper
 from jaxgrpo.training.records import alarms
 from jaxgrpo.training.records.folder import plain
 from jaxgrpo.training.records.reading import evaluation_metrics
@@ -84,7 +86,7 @@ def make_hooks(
         hooks.append(compare_goals(goals, opened.run.collector.summed_rewards))
     hooks += [reset_reference(opened), write_samples(opened), write_log(opened)]
     if on_step is not None:
-        hooks.append(call_user(on_step))
+        hooks.append(call_user(on_step, opened.keeper))
     return hooks
 
 
@@ -225,12 +227,23 @@ def check_on_step(on_step: Any) -> None:
         pass
 
 
-def call_user(on_step: OnStep) -> Hook:
-    """Calls a function of the user's."""
+def call_user(on_step: OnStep, keeper: Keeper) -> Hook:
+    """Calls a function of the user's. Where it raises, its step is saved, which is whole: by a run
+    of one process, since of several it may raise in one."""
 
     def hook(step: StepEnd) -> StepEnd:
-        with ending_forks("on_step"):
-            on_step(step.number, step.values)
+        try:
+            with ending_forks("on_step"):
+                on_step(step.number, step.values)
+        except Exception as error:
+            if jax.process_count() == 1:
+                try:
+                    keeper.save(step.learner, step.stream, step.number, must=True)
+                except process.NotSaved as unsaved:
+                    error.add_note(str(unsaved))
+                line, command = keeper.saved_line(), keeper.resume_command()
+                error.add_note(f"on_step raised after step {step.number}; {line}; go on: {command}")
+            raise
         return step
 
     return hook

@@ -115,7 +115,8 @@ def train(
         (docs/environments.md).
       environment_factory: makes the environment of a sample; of several, {name: factory}, the
         row's column "environment" names one.
-      on_step: called after each step with its number and its metrics, as in metrics.jsonl.
+      on_step: called after each step with its number and its metrics, as in metrics.jsonl; where
+        it raises, the run ends with its error, and a run of one process has saved the step.
       profile: trace a step that compiles nothing into RUN/profile, for TensorBoard or Perfetto.
       overrides: tables of the config, train={"steps": 20}, whose keys a type checker knows;
         **{"train.steps": 20}, which it does not, means the same.

@@ -112,6 +112,17 @@ def test_a_warm_start_that_is_continued_ends_as_one_that_was_not(trained, tmp_pa
 
 
 @pytest.mark.full
+@pytest.mark.fault(18)
+def test_a_warm_start_whose_weights_are_of_no_use_ends_in_a_line(tmp_path, capsys):
+    file, key = write(tmp_path), "optimizer.learning_rate"
+    assert main(["sft", str(file), "--set", "train.steps=9", f"{key}=1e6"]) == 5
+    error = capsys.readouterr().err
+    assert "run-sft: step 1: one update made the weights" in error
+    assert f"no checkpoint is from before; begin a new run with a lower {key} (1e+06 here)" in error
+    assert not (tmp_path / "run-sft" / "model").exists()
+
+
+@pytest.mark.full
 @pytest.mark.fault(13)
 def test_a_warm_start_on_a_full_disk_ends_in_a_line_and_is_continued(trained, tmp_path, capsys):
     file, size = write(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -211,10 +211,10 @@ def test_some_fields_are_computed_as_by_transformers_or_refused_by_name(family, 
     assert {"equal", "refused"} & check(family, 72, tmp_path).keys()
 
 
-@pytest.mark.parametrize("every", long_but([8], [1, 8]))
+@pytest.mark.parametrize("every", long_but([16], [1, 16]))
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_field_is_computed_as_by_transformers_or_refused_by_name(family, every, tmp_path):
-    """One change in eight, others for each family, or all of them."""
+    """One change in sixteen, others for each family, or all of them."""
     by_outcome = check(family, every, tmp_path)
     # So many configs are really compared, and few are those that transformers cannot run.
     assert len(by_outcome["equal"]) > 40 // every

@@ -8,8 +8,9 @@ import family_runs
 import jax
 import numpy as np
 import pytest
-from family_runs import CLOSE, LONG, shortest
+from family_runs import CLOSE, KINDS, LONG, shortest
 from quick import LONG as RARE
+from quick import long_but
 
 import jaxgrpo
 from jaxgrpo.models.hf.families import FAMILIES
@@ -18,16 +19,12 @@ DIFFERENT = {"gemma2", "olmo3"}
 """Soft caps and norms on both sides; norms after branches and two ropes."""
 
 
-KINDS = {"llama", "gemma2", "phi3", "qwen3_moe", "gpt_oss", "qwen3_next", "deepseek_v3"}
-"""Plain, capped, fused, with experts of two kinds, with states, with latents."""
-
-
-def paths(quick):
-    """Families and devices: of four devices the quick families, in `make test-all` all on one and
-    the kinds on four, in `make test-long` all of both."""
+def paths(quick, single):
+    """Families and devices: of four devices the quick families, in `make test-all` `single` on one
+    and the kinds on four, in `make test-long` all of both."""
 
     def marks(family: str, devices: int):
-        if devices == 1 or family in KINDS - quick:
+        if family in (single if devices == 1 else KINDS - quick):
             return pytest.mark.full
         return pytest.mark.slow if family in quick else RARE
 
@@ -44,7 +41,7 @@ def by_token_logp(family, rollouts):
         return np.asarray(family_runs.whole_sequence_logp(logp_of, rollouts))
 
 
-@pytest.mark.parametrize(("family", "devices"), paths(DIFFERENT - {"gemma2"}))
+@pytest.mark.parametrize(("family", "devices"), paths(DIFFERENT - {"gemma2"}, FAMILIES))
 def test_decoded_log_probs_are_those_of_whole_sequences(family, devices):
     rollouts = family_runs.sampled(family, devices)
     expected = by_token_logp(family, rollouts)
@@ -54,15 +51,16 @@ def test_decoded_log_probs_are_those_of_whole_sequences(family, devices):
     assert np.abs(expected).max() > 1
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", long_but(KINDS, sorted(FAMILIES)))
 def test_four_devices_draw_the_tokens_of_one(family):
     single, four = family_runs.sampled(family, 1), family_runs.sampled(family, 4)
     np.testing.assert_array_equal(four.completion_tokens, single.completion_tokens)
     np.testing.assert_allclose(four.behavior_logp, single.behavior_logp, rtol=0, atol=CLOSE)
 
 
-@pytest.mark.parametrize(("family", "devices"), paths(DIFFERENT - {"olmo3"}))
+@pytest.mark.parametrize(
+    ("family", "devices"), paths(DIFFERENT - {"olmo3"}, KINDS | {"olmo_hybrid"})
+)
 def test_an_update_has_the_log_probs_and_the_gradient_of_whole_sequences(family, devices):
     """Its rows hold several samples and share their prompts. In float64: equal means equal."""
     logp, gradient = family_runs.plain(family, alone=False)

@@ -135,7 +135,8 @@ def marks(family: str, name: str) -> tuple[Any, ...]:
     """Of a family by a kernel."""
     if (family, name) in SOON:
         return ()
-    return LONG if family in LARGE else (pytest.mark.full,)
+    full = FAMILIES if name == "splash" else family_runs.KINDS
+    return (pytest.mark.full,) if family in full and family not in LARGE else LONG
 
 
 KERNELS = {"blocks": XLA, "splash": OF_TPU, "cudnn": OF_GPU}

@@ -46,6 +46,10 @@ HYBRID = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid")
 CHUNKED = 140  # the same where layers recur: two chunks, and a part of a third
 LONG = 40  # of a sampled one: more than the 32 columns in which decoding keeps a window
 
+KINDS = {"llama", "gemma2", "phi3", "qwen3_moe", "gpt_oss", "qwen3_5_text", "deepseek_v3"}
+"""Families that differ most: plain, with soft caps, with fused weights, with experts of two kinds,
+with states, with latents."""
+
 CLOSE = 2e-6
 """Of log-probs that are computed in float64 and kept in float32."""
 

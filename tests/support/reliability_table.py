@@ -35,6 +35,7 @@ FOLDERS = (
     "models",
     "environments",
     "cli",
+    "experiments",
 )
 HEAD = (
     "| | fault | promise | tests | tries | survived | lost | seconds | measured |\n"

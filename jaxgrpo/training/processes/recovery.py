@@ -259,7 +259,8 @@ class Keeper:
             )
         raise process.Diverged(
             f"{self.folder.place}: step {number}: {problem}; {where}; begin a new run with a lower "
-            f"optimizer.learning_rate ({values['learning_rate']:g} here), and look at the rewards"
+            f"optimizer.learning_rate ({values['learning_rate']:g} here), and look at what it "
+            "learns from"
         )
 
 

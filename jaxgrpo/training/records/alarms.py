@@ -279,8 +279,9 @@ def weights_problem(line: Line) -> str | None:
 
 
 def is_not_finite(line: Line) -> bool:
-    """Whether a step computed something that is not finite, so that its update was left out."""
-    return line["skipped_updates/not_finite"] > 0 or line["sampling/not_finite"] > 0
+    """Whether a step computed something that is not finite, so that its update was left out. Where
+    nothing was sampled, as by `jaxgrpo sft`, only an update can be so."""
+    return line["skipped_updates/not_finite"] > 0 or line.get("sampling/not_finite", 0) > 0
 
 
 def replay(lines: Iterable[Line]) -> tuple[State, list[Alarm]]:
