@@ -10,6 +10,7 @@ import faulty_runs
 import pytest
 from checkpointed import saved as saved
 from forked import Forked
+from series import Series
 
 Start = Callable[..., Forked]
 
@@ -33,6 +34,22 @@ def start(fork_server, environment) -> Iterator[Start]:
     yield begin
     for command in started:
         command.kill_group()
+
+
+@pytest.fixture(scope="module")
+def series(fork_server, environment) -> Iterator[Series]:
+    """A process that runs the commands of a module's tests one after another."""
+    commands = Series(fork_server, environment())
+    yield commands
+    commands.close()
+
+
+@pytest.fixture(scope="module")
+def powerless_series(fork_server, environment) -> Iterator[Series]:
+    """The same, which as root reads and writes only what modes of files allow."""
+    commands = Series(fork_server, environment(), is_powerless=True)
+    yield commands
+    commands.close()
 
 
 @pytest.fixture(scope="session")

@@ -19,11 +19,13 @@ PRECIOUS = "what the user wrote\n"
 
 
 @pytest.fixture(scope="module")
-def folders(base, tmp_path_factory, fork_server, environment) -> faulty_runs.Folders:
+def folders(base, tmp_path_factory, powerless_series) -> faulty_runs.Folders:
     home = tmp_path_factory.mktemp("damage")
 
     def train(name: str, **changes: Any) -> Path:
-        return faulty_runs.train(fork_server, write(base, home / name, **changes), environment())
+        run = powerless_series.run("train", write(base, home / name, **changes))
+        assert run.returncode == 0, run.output
+        return home / name / "r"
 
     straight = train("straight", **{"train.steps": MORE})
     stranger = train("stranger", **{"train.seed": 1})
@@ -102,7 +104,7 @@ def files_to_damage(run: Path) -> list[Path]:
 @pytest.mark.fault(12)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_refused_in_a_line_or_the_run_ends_as_if_it_were_whole(
-    damage, folders, base, tmp_path, start, tries
+    damage, folders, base, tmp_path, powerless_series, tries
 ):
     places = files_to_damage(folders.run)
     assert len(places) > 15
@@ -115,10 +117,9 @@ def test_a_damaged_file_is_refused_in_a_line_or_the_run_ends_as_if_it_were_whole
         precious.write_text(PRECIOUS)
         DAMAGES[damage](home / "r" / place, folders.stranger / place, precious)
         before = precious.read_bytes()
-        run = start("train", file, "--resume", "auto", is_powerless=True)
-        output, _ = run.communicate(timeout=faulty_runs.SECONDS)
+        code, output = powerless_series.run("train", file, "--resume", "auto")
 
-        wrong = judge(damage, run.returncode, output, home / "r", folders.outcome, place)
+        wrong = judge(damage, code, output, home / "r", folders.outcome, place)
         wrong += ["a file that is not the run's was changed"] * (precious.read_bytes() != before)
         if wrong:
             problems.append(f"{place} {damage}: {'; '.join(wrong)}")

@@ -9,6 +9,7 @@ from typing import Any
 
 import faulty_runs
 import pytest
+from series import Series
 
 pytestmark = [pytest.mark.full, pytest.mark.fault(13)]
 
@@ -53,17 +54,16 @@ def test_a_file_system_that_may_only_be_read_is_refused_at_the_start(
 
 
 @pytest.fixture(scope="module")
-def straight(base, tmp_path_factory, fork_server, environment) -> tuple[dict[str, Any], Path]:
+def straight(base, tmp_path_factory, series) -> tuple[dict[str, Any], Path]:
     home = tmp_path_factory.mktemp("straight")
-    run = fork_server.start("train", write(base, home, home / "r"), env=environment())
-    output, _ = run.communicate(timeout=faulty_runs.SECONDS)
-    assert run.returncode == 0, output
+    code, output = series.run("train", write(base, home, home / "r"))
+    assert code == 0, output
     return faulty_runs.outcome(home / "r"), home / "r"
 
 
 @pytest.mark.parametrize("part", range(3))
 def test_wherever_the_disk_is_full_the_run_says_so_and_continues_once_there_is_room(
-    part, base, tmp_path, start, straight, small_disk, tries
+    part, base, tmp_path, series, straight, small_disk, tries
 ):
     """The room that is left is cut from nothing to all that the run takes, so that each of its
     writes is the first that fails once."""
@@ -76,13 +76,12 @@ def test_wherever_the_disk_is_full_the_run_says_so_and_continues_once_there_is_r
         home = tmp_path / f"room {room}"
         file = write(base, home, small_disk / "r")
         ballast.write_bytes(b"\0" * (SIZE - room))
-        run = start("train", file, merged=False)
-        _, errors = run.communicate(timeout=faulty_runs.SECONDS)
+        code, errors = series.run("train", file, merged=False)
         wrong = faulty_runs.disorder(errors)
-        if run.returncode not in (0, 2, 74) or (run.returncode and len(errors.splitlines()) > 5):
-            wrong.append(f"exit code {run.returncode}: {errors[-500:]}")
+        if code not in (0, 2, 74) or (code and len(errors.splitlines()) > 5):
+            wrong.append(f"exit code {code}: {errors[-500:]}")
         ballast.unlink()
-        wrong += continued(start, file, expected, small_disk / "r")
+        wrong += continued(series, file, expected, small_disk / "r")
         if wrong:
             problems.append(f"{room} of {needed} bytes: {'; '.join(wrong)}")
         else:
@@ -92,7 +91,7 @@ def test_wherever_the_disk_is_full_the_run_says_so_and_continues_once_there_is_r
 
 
 def test_files_that_may_not_be_larger_fail_as_on_a_full_disk(
-    base, tmp_path, start, straight, tries
+    base, tmp_path, series, straight, tries
 ):
     """A limit just below the size of each file of a run, where no file system can be made."""
     expected, folder = straight
@@ -102,12 +101,11 @@ def test_files_that_may_not_be_larger_fail_as_on_a_full_disk(
     for limit in limits:
         home = tmp_path / f"limit {limit}"
         file = write(base, home, home / "r")
-        run = start("train", file, merged=False, limit=limit)
-        _, errors = run.communicate(timeout=faulty_runs.SECONDS)
+        code, errors = series.run("train", file, merged=False, limit=limit)
         wrong = faulty_runs.disorder(errors)
-        if run.returncode not in (0, 2, 74):
-            wrong.append(f"exit code {run.returncode}: {errors[-500:]}")
-        wrong += continued(start, file, expected, home / "r")
+        if code not in (0, 2, 74):
+            wrong.append(f"exit code {code}: {errors[-500:]}")
+        wrong += continued(series, file, expected, home / "r")
         if wrong:
             problems.append(f"files of {limit} bytes: {'; '.join(wrong)}")
         else:
@@ -115,12 +113,11 @@ def test_files_that_may_not_be_larger_fail_as_on_a_full_disk(
     assert not problems, "\n".join(problems)
 
 
-def continued(start: Any, file: Path, expected: dict[str, Any], folder: Path) -> list[str]:
+def continued(series: Series, file: Path, expected: dict[str, Any], folder: Path) -> list[str]:
     """What is wrong with a run that continues, once there is room, and ends: [] if nothing."""
     quick = ("--set", "run.report=false")  # a report is not compared
-    run = start("train", file, "--resume", "auto", *quick, merged=False)
-    _, errors = run.communicate(timeout=faulty_runs.SECONDS)
+    code, errors = series.run("train", file, "--resume", "auto", *quick, merged=False)
     wrong = faulty_runs.disorder(errors)
-    if run.returncode:
-        return [*wrong, f"afterwards exit code {run.returncode}: {errors[-500:]}"]
+    if code:
+        return [*wrong, f"afterwards exit code {code}: {errors[-500:]}"]
     return wrong + faulty_runs.differences(expected, folder)

@@ -237,7 +237,7 @@ PLACES = {
 
 
 def test_what_of_a_run_may_not_be_changed_is_named(
-    base, tmp_path, saved_run, start, straight, tries
+    base, tmp_path, saved_run, series, straight, tries
 ):
     """As by `chattr +i`, which stops root too. Without samples, and beside a step that cannot be
     removed, a run goes on and says so."""
@@ -248,15 +248,16 @@ def test_what_of_a_run_may_not_be_changed_is_named(
         if subprocess.run(["chattr", "+i", str(locked)], capture_output=True).returncode:
             pytest.skip("this file system knows no immutable files")
         try:
-            run = start("train", file, *REPAIRED)
-            output, _ = run.communicate(timeout=faulty_runs.SECONDS)
+            ended, output = series.run("train", file, *REPAIRED)
         finally:
             subprocess.run(["chattr", "-i", str(locked)], check=True)
-        assert run.returncode == code, (place, output)
+        assert ended == code, (place, output)
         assert "Operation not permitted" in output
         assert "make space" not in output
         assert place == ".lock" or Path(place).name in output
         assert faulty_runs.disorder(output) == []
         if code:
-            continue_to_the_end(start, file, home / "r", straight)
+            ended, output = series.run("train", file, *REPAIRED)
+            assert (ended, faulty_runs.disorder(output)) == (0, []), (place, output)
+            assert faulty_runs.differences(straight, home / "r") == []
         tries()

@@ -9,6 +9,7 @@ from typing import Any
 import faulty_runs
 import pytest
 from processes import together
+from series import Series
 
 pytestmark = [pytest.mark.full, pytest.mark.fault(14)]
 
@@ -36,7 +37,7 @@ run()
 """A command that rests for a while at the beginning of a phase, so that a signal comes in it."""
 
 JUDGE = f"""
-if os.environ["PHASE"] == "reward" and not is_called_to_try:
+if os.environ.get("PHASE") == "reward" and not is_called_to_try:
     print("{HERE}reward", flush=True)
     time.sleep(0.3)
 """
@@ -60,18 +61,9 @@ def come_to_phase(run: Any) -> None:
     raise AssertionError("".join(read))
 
 
-def straight(base: Path, home: Path, start: Any, steps: int, **options: Any) -> dict[str, Any]:
-    """What the run comes to that no signal reaches."""
-    file = write(base, home, **{"train.steps": steps})
-    run = start("train", file, program=PROGRAM, more={"PHASE": ""}, **options)
-    output, _ = run.communicate(timeout=faulty_runs.SECONDS)
-    assert run.returncode == 0, output
-    return faulty_runs.outcome(home / "r")
-
-
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_a_signal_in_any_phase_saves_the_step_and_the_run_ends_the_same(
-    number, base, tmp_path, start, tries
+    number, base, tmp_path, start, series, tries
 ):
     """One run, stopped once in each phase; the update of its first step compiles."""
     file, phases = write(base, tmp_path), ["step 1: update", *PHASES]
@@ -87,20 +79,21 @@ def test_a_signal_in_any_phase_saves_the_step_and_the_run_ends_the_same(
         tries()
     logged = [line["step"] for line in faulty_runs.lines(tmp_path / "r")]
     assert logged == list(range(logged[-1] + 1))
-    end_and_compare(base, tmp_path, start, logged[-1] + 1)
+    end_and_compare(base, tmp_path, series, logged[-1] + 1)
 
 
-def end_and_compare(base: Path, home: Path, start: Any, steps: int) -> None:
-    file = write(base, home, **{"train.steps": steps})
-    run = start("train", file, "--resume", "auto", program=PROGRAM, more={"PHASE": ""})
-    output, _ = run.communicate(timeout=faulty_runs.SECONDS)
-    assert run.returncode == 0, output
-    expected = straight(base, home / "straight", start, steps)
-    assert faulty_runs.differences(expected, home / "r") == []
+def end_and_compare(base: Path, home: Path, series: Series, steps: int) -> None:
+    """Ends the run, which then differs in nothing from one that no signal has reached."""
+    straight = home / "straight"
+    for folder, resume in ((home, ("--resume", "auto")), (straight, ())):
+        file = write(base, folder, **{"train.steps": steps})
+        code, output = series.run("train", file, *resume)
+        assert code == 0, output
+    assert faulty_runs.differences(faulty_runs.outcome(straight / "r"), home / "r") == []
 
 
 def test_ctrl_c_twice_in_any_phase_ends_at_once_and_keeps_what_was_saved(
-    base, tmp_path, start, tries
+    base, tmp_path, start, series, tries
 ):
     file, phases = write(base, tmp_path), ["step 1: update", *PHASES]
     for phase in phases:
@@ -116,7 +109,7 @@ def test_ctrl_c_twice_in_any_phase_ends_at_once_and_keeps_what_was_saved(
         assert run.returncode == 130, (phase, output)
         assert faulty_runs.disorder(output) == [], (phase, output)
         tries()
-    end_and_compare(base, tmp_path, start, 9)
+    end_and_compare(base, tmp_path, series, 9)
 
 
 @pytest.mark.parametrize("at", [0, 1])

@@ -27,15 +27,15 @@ from typing import NamedTuple
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = REPOSITORY / "docs" / "reliability.md"
 FOLDERS = (
+    "planning",  # first what takes long, so that no process has nothing left to do at the end
     "reliability",
     "training",
-    "rewards",
     "update",
-    "planning",
+    "experiments",
+    "rewards",
     "models",
     "environments",
     "cli",
-    "experiments",
 )
 HEAD = (
     "| | fault | promise | tests | tries | survived | lost | seconds | measured |\n"
