@@ -93,6 +93,7 @@ def test_what_fits_is_printed_written_and_ends_with_0(offline, small, tmp_path):
     places = [text.index(line) for line in lines]
     assert places == sorted(places), "the formula's answer comes before anything is compiled"
     assert "tokens/s at the most" in " ".join(text.split())
+    assert "…" not in text, "a pipe has 80 columns"
     for name in PROGRAMS:
         assert (texts / f"{name}.hlo.txt").read_text().startswith("HloModule")
     printed = json.loads(document.removeprefix("looking for a mesh\n"))  # it is on stderr
@@ -127,6 +128,14 @@ def test_the_formula_alone_compiles_nothing(small, uncompiled, capsys):
     seconds = printed["seconds_by_formula"]
     assert tuple(seconds) == PROGRAMS
     assert printed["step"]["seconds_at_least"] == sum(seconds.values()) > 0
+
+
+def test_a_narrow_terminal_cuts_no_number_of_a_plan(small, uncompiled, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["plan", small(), "--topology", "v5e:2x2", "--formula"]) == 0
+    text = capsys.readouterr().out
+    assert "…" not in text
+    assert all(name in text for name in (*PROGRAMS, "caches and samples", "TFLOP", "compute"))
 
 
 @pytest.mark.parametrize("name", ["h100:1x2", "v5e:1x2"])
