@@ -10,11 +10,12 @@ from typing import Any
 
 import planned
 import pytest
+from rich.console import Console
 
 from jaxgrpo.cli.main import main
 from jaxgrpo.config import files
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.planning import advice, command, plan, programs, topologies
+from jaxgrpo.planning import advice, command, plan, programs, report, topologies
 
 OFFLINE = """
 import socket, sys
@@ -185,6 +186,19 @@ def test_what_does_not_fit_is_a_document_with_what_would_and_exit_code_1(
     for remedy in printed["remedies"]:
         assert remedy["peak"] <= advice.ROOM * tiny.chip.memory
         assert remedy["changes"]
+
+
+def test_a_remedy_is_printed_as_set_takes_it_in_one_line(small, capsys):
+    """Also where it takes keys out of the config."""
+    changes = {"mesh.data": 0, "rollout.slots": None, "train.tokens_per_micro_batch": None}
+    remedy = advice.Candidate({**changes, "train.remat": "full", **advice.LORA}, 2**30, 1.0)
+    report.show_remedies(Console(width=40), [remedy])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "--set" in line]
+    overrides = line.partition("--set ")[2].partition("  (")[0].split()
+    rollout, train = {"rollout.slots": 8}, {"train.tokens_per_micro_batch": 512}
+    read = files.load(small(**rollout, **train), overrides)
+    assert (read.rollout.slots, read.train.tokens_per_micro_batch) == (None, None)
+    assert (read.train.remat, read.lora.rank) == ("full", advice.LORA["lora.rank"])
 
 
 OTHERS = {
