@@ -164,7 +164,8 @@ def planned_mesh(sizes: MeshKeys, keys: PlanKeys) -> Mesh | None:
     if number <= len(real_devices):
         return None
     if keys.topology:
-        devices = topologies.stand_ins(keys.topology, keys.slices)
+        where = f'plan.topology = "{keys.topology}", plan.slices = {keys.slices}'
+        devices = topologies.stand_ins(keys.topology, keys.slices, where)
     else:
         device, limit = (
             real_devices[0],
