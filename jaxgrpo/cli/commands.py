@@ -389,3 +389,14 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     ),
 }
 """name -> what it does, "package.module:function", and its arguments."""
+
+
+def list_flags(name: str) -> list[str]:
+    """The options of a command.
+
+    >>> list_flags("doctor")[-2:]
+    ['--process-id', '--help']
+    """
+    _, _, *arguments = COMMANDS[name]
+    flags = [flag for words, _ in arguments for flag in words if flag.startswith("-")]
+    return [*flags, *(JOIN if name in JOINING else ()), "--help"]

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxgrpo.cli.commands import COMMANDS, JOIN, JOINING, TARGET
+from jaxgrpo.cli.commands import COMMANDS, JOIN, JOINING, TARGET, list_flags
 from jaxgrpo.config.files import shipped
 from jaxgrpo.config.keys import KEYS
 
@@ -75,10 +75,9 @@ def completion(shell: str) -> int:
 
 def _options() -> Iterator[str]:
     """A case for each command: its options."""
-    for name, (_, _, *arguments) in COMMANDS.items():
-        flags = [flag for words, _ in arguments for flag in words if flag.startswith("-")]
-        flags += [*(JOIN if name in JOINING else ()), "--help"]
-        yield f'        {name}) COMPREPLY=($(compgen -W {_quoted(flags)} -- "$word")) ;;'
+    for name in COMMANDS:
+        flags = _quoted(list_flags(name))
+        yield f'        {name}) COMPREPLY=($(compgen -W {flags} -- "$word")) ;;'
 
 
 def _values() -> Iterator[str]:
