@@ -110,7 +110,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         argument("out", "OUT", "the folder to write"),
         argument("--family", "NAME", "of the model, as gemma3_text; qwen3 by default"),
         argument("--seed", "N", "of weights and draws, 0 by default", type=int),
-        argument("--steps", "N", "of the warm start; 800 by default, 1600 for llama", type=int),
+        argument("--steps", "N", "of the warm start; by default the task's, 800 or more", type=int),
         argument("--hidden-size", "N", "64 by default", type=int),
     ),
     "train": (
