@@ -76,6 +76,10 @@ def read_tables(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Path]:
     source, configs = Path(os.path.expanduser(path)), shipped()
     if source.is_file():
         source = source.resolve()
+    elif source.is_dir() and (len(source.parts) > 1 or source.name not in configs):
+        file = source / "config.toml"
+        remedy = f"the config of the run in it is {file}" if file.is_file() else "give a TOML file"
+        raise ConfigError(str(source), [f"is a folder; {remedy}"])
     elif source.suffix or len(source.parts) > 1:
         raise ConfigError(str(source), ["there is no such file"])
     elif source.name not in configs:

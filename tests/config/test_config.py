@@ -457,6 +457,11 @@ def test_a_file_that_is_not_there_or_not_toml_is_said(tmp_path):
         files.load(tmp_path / "bad.toml")
     with pytest.raises(ConfigError, match="did you mean 'quickstart'"):
         files.load("quickstrat")
+    with pytest.raises(ConfigError, match="is a folder; give a TOML file"):
+        files.load(tmp_path)
+    (tmp_path / "config.toml").touch()
+    with pytest.raises(ConfigError, match=r"is a folder; the config of the run in it is .*\.toml"):
+        files.load(tmp_path)
 
 
 def test_every_shipped_config_loads_by_name_and_begins_its_paths_here(tmp_path, monkeypatch):
