@@ -279,7 +279,11 @@ def _override(tables: dict[str, Any], text: str) -> Iterator[str]:
     except (ValueError, RecursionError) as error:
         plain = value_text.strip()
         if plain.startswith(("[", "{", '"', "'")):
-            yield f"--set {text}: the value is not TOML: {error}"
+            field = keys.KEYS.get(name.strip())
+            takes_text = field is not None and field.type in ("str", "str | None")
+            is_template = takes_text and plain.startswith(("[", "{"))
+            hint = f"""; a text is quoted twice, --set '{name}="{plain}"'""" if is_template else ""
+            yield f"--set {text}: the value is not TOML: {error}{hint}"
             return
         right = as_json(plain)
         if "null" in (plain, right):

@@ -112,6 +112,7 @@ def test_nothing_changes_a_config():
         ("loss.entropy=None", "None would be a text; write nothing behind the =, which leaves"),
         ("optimizer.b2=.5", "--set optimizer.b2=.5: .5 would be a text; write 0.5"),
         ("train.steps=[1", "--set train.steps=[1: the value is not TOML"),
+        ("data.prompt={a} b", """; a text is quoted twice, --set 'data.prompt="{a} b"'"""),
         ("run.dir.x=1", "--set run.dir.x=1: run.dir.x does not lead to a key of the config"),
         ("rewards.3.weight=1", "rewards.3.weight does not lead to a key of the config"),
     ],
