@@ -128,7 +128,8 @@ def from_dict(
       name: what messages call it, if there is no source.
     """
     tables: dict[str, Any] = absolute(raw, config_folder(source))
-    drop_rivals(tables, (text.partition("=")[0] for text in overrides))
+    pairs = [text.partition("=")[::2] for text in overrides]
+    drop_rivals(tables, (key for key, value in pairs if value.strip()))
     problems = [problem for text in overrides for problem in _override(tables, text)]
     values: reading.Values = {}
     wrong_values = list(_wrong_values(tables))
@@ -300,10 +301,10 @@ def _override(tables: dict[str, Any], text: str) -> Iterator[str]:
 
 def _nothing(name: str) -> str | None:
     """What "table.key=" sets: None, where a key is unset by default and takes no empty text, and a
-    whole table; else an empty text."""
+    whole table, or another key beside the tables; else an empty text."""
     field = keys.KEYS.get(name)
     if field is None:
-        return None if name in SECTIONS else ""
+        return None if name in keys.HINTS else ""
     return None if field.default is None and not field.metadata["range"].may_be_empty else ""
 
 

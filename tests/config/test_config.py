@@ -282,6 +282,12 @@ def test_nothing_behind_an_override_leaves_a_key_or_a_table_unset():
     assert (got.loss.kl, got.eval.data, got.data.system) == (None, None, None)
     assert got.data.answer == ""
     assert files.from_dict(before, ["eval.data="]).eval == keys.EvalKeys()
+    got = files.from_dict({**before, "environment": "a.b:C", "tools": ["python"]}, ["environment="])
+    assert (got.environment, got.tools) == (None, ("python",))
+    assert read("recipe=dapo", "advantage=", "tools=").recipe == "dapo"
+    chain = {"advantage": [{"use": "sum_rewards"}]}
+    assert files.from_dict({**before, **chain}, ["recipe="]).method is None
+    assert problems("rewards=")[0].startswith("rewards: missing; give at least one")
     (problem,) = problems("model.dtype=")
     assert problem.startswith('model.dtype = "": expected')
 
