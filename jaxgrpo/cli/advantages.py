@@ -313,7 +313,7 @@ def show_list(console: Console, tables: Mapping[str, Mapping[str, str]], hint: s
         table.show_header = False
         for line in lines.items():
             table.add_row(*map(Text, line))
-        console.print(table)
+        show_whole(console, table, wraps=True)
         console.print()
     console.print(hint)
 

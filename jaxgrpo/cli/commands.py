@@ -110,7 +110,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         argument("out", "OUT", "the folder to write"),
         argument("--family", "NAME", "of the model, as gemma3_text; qwen3 by default"),
         argument("--seed", "N", "of weights and draws, 0 by default", type=int),
-        argument("--steps", "N", "of the warm start; 800 by default, 1600 for llama", type=int),
+        argument("--steps", "N", "of the warm start; by default the task's, 800 or more", type=int),
         argument("--hidden-size", "N", "64 by default", type=int),
     ),
     "train": (
@@ -389,3 +389,14 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     ),
 }
 """name -> what it does, "package.module:function", and its arguments."""
+
+
+def list_flags(name: str) -> list[str]:
+    """The options of a command.
+
+    >>> list_flags("doctor")[-2:]
+    ['--process-id', '--help']
+    """
+    _, _, *arguments = COMMANDS[name]
+    flags = [flag for words, _ in arguments for flag in words if flag.startswith("-")]
+    return [*flags, *(JOIN if name in JOINING else ()), "--help"]

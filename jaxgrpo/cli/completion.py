@@ -6,15 +6,18 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxgrpo.cli.commands import COMMANDS, JOIN, JOINING, TARGET
+from jaxgrpo.cli.commands import COMMANDS, JOIN, JOINING, TARGET, list_flags
 from jaxgrpo.config.files import shipped
-from jaxgrpo.config.keys import KEYS
+from jaxgrpo.config.keys import HINTS, KEYS, SECTIONS
 
 WITH_CONFIG = (
     *("train", "plan", "sft", "check"),
     *(name for name, command in COMMANDS.items() if TARGET in command),
 )
 """Commands that take the name of a shipped config."""
+
+SETTABLE = (*(name for name in HINTS if name not in SECTIONS), *KEYS)
+"""What --set takes: keys beside the tables, as recipe, and those of tables."""
 
 SCRIPT = """\
 # jaxgrpo completion {shell} > FILE, and `source FILE` in ~/.{shell}rc
@@ -65,7 +68,7 @@ def completion(shell: str) -> int:
         commands=_quoted(COMMANDS),
         options="\n".join(_options()),
         values="\n".join(_values()),
-        keys=_quoted(f"{key}=" for key in KEYS),
+        keys=_quoted(f"{key}=" for key in SETTABLE),
         configs=_quoted(shipped()),
         with_config="|".join(f'"{name} "' for name in WITH_CONFIG),
     )
@@ -75,10 +78,9 @@ def completion(shell: str) -> int:
 
 def _options() -> Iterator[str]:
     """A case for each command: its options."""
-    for name, (_, _, *arguments) in COMMANDS.items():
-        flags = [flag for words, _ in arguments for flag in words if flag.startswith("-")]
-        flags += [*(JOIN if name in JOINING else ()), "--help"]
-        yield f'        {name}) COMPREPLY=($(compgen -W {_quoted(flags)} -- "$word")) ;;'
+    for name in COMMANDS:
+        flags = _quoted(list_flags(name))
+        yield f'        {name}) COMPREPLY=($(compgen -W {flags} -- "$word")) ;;'
 
 
 def _values() -> Iterator[str]:
@@ -92,7 +94,7 @@ def _values() -> Iterator[str]:
 def _fish() -> Iterator[str]:
     """The script for fish: a line for each command, option and place that takes some words."""
     yield "# jaxgrpo completion fish > ~/.config/fish/completions/jaxgrpo.fish"
-    yield f"set -l keys {_quoted(f'{key}=' for key in KEYS)}"
+    yield f"set -l keys {_quoted(f'{key}=' for key in SETTABLE)}"
     yield f"{FISH} -n __fish_use_subcommand -f -l version -d 'show the version'"
     yield f"{FISH} -s h -l help -d 'show what there is'"
     yield f'{FISH} -n "__fish_contains_opt set" -a "$keys"'  # --set takes several values

@@ -6,6 +6,7 @@ All or nothing: they are made in a folder beside, and then moved.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shlex
@@ -210,7 +211,8 @@ def run_toml(project: Project) -> str:
 
 def _lines(project: Project) -> Iterator[tuple[str, str]]:
     """Each line of the config, and its comment."""
-    quoted = json.dumps  # TOML's texts are JSON's
+    # TOML's texts are JSON's, but for characters written as two halves of a surrogate pair.
+    quoted = functools.partial(json.dumps, ensure_ascii=False)
     yield f"model.path = {quoted(project.model)}", "a Hugging Face folder, or owner/name on the hub"
     if project.text_only:
         yield "model.text_only = true", "the rest of the model is exported as it is"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import pkgutil
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jaxgrpo
-from jaxgrpo.cli.commands import COMMANDS, JOIN, JOINING
+from jaxgrpo.cli.commands import COMMANDS, JOIN, JOINING, list_flags
 from jaxgrpo.cli.output import printing_on_stderr, until_closed
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.training.processes import parent
@@ -117,6 +118,36 @@ def _refuse_missing_folder() -> None:
         ) from None
 
 
+class _CommandParser(argparse.ArgumentParser):
+    """The parser of a command. It refuses itself what it does not know: with the usage of this
+    command and advice, where the parser of all commands would show its own."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            advice = _advice(list_flags(self.prog.rpartition(" ")[2]), unknown)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
+        return options, unknown
+
+
+def _advice(flags: Sequence[str], unknown: Sequence[str]) -> str:
+    """What to do about words that a command does not know: its nearest option, and how keys of a
+    config are set.
+
+    >>> _advice(["--resume", "--set"], ["--resum", "auto"])
+    ': did you mean --resume? Keys of the config follow --set, as --set train.steps=20'
+    >>> _advice(["--text"], ["out.html"])
+    ''
+    """
+    names = {flag.lstrip("-"): flag for flag in flags}
+    options = [word.partition("=")[0].lstrip("-") for word in unknown if word.startswith("--")]
+    nearest = difflib.get_close_matches(options[0], names, n=1) if options else []
+    texts = [f"did you mean {names[name]}?" for name in nearest]
+    if "--set" in flags:
+        texts.append("Keys of the config follow --set, as --set train.steps=20")
+    return f": {' '.join(texts)}" if texts else ""
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jaxgrpo",
@@ -126,7 +157,9 @@ def _parser() -> argparse.ArgumentParser:
         "by a signal, 141 output closed",
     )
     parser.add_argument("--version", action="version", version=f"jaxgrpo {jaxgrpo.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=_CommandParser
+    )
     for name, (text, calls, *arguments) in COMMANDS.items():
         command_parser = commands.add_parser(
             name, help=text, description=text, argument_default=argparse.SUPPRESS

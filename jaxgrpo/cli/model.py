@@ -39,7 +39,7 @@ from jaxgrpo.rollout.slots.capacity import state_bytes
 from jaxgrpo.training import memory, parameters
 from jaxgrpo.training.pretrained import find_config
 from jaxgrpo.training.processes import process
-from jaxgrpo.training.records.console import Document, facts
+from jaxgrpo.training.records.console import Document, facts, show_whole
 from jaxgrpo.training.stored_policy import config_for
 from jaxgrpo.update.forward import trained
 from jaxgrpo.update.optimizer import make_optimizer
@@ -72,7 +72,7 @@ def main(
         return Document(model)
     console = Console(highlight=False)
     facts(console, dict(lines(model)))
-    console.print(leaves_table(model["leaves"]))
+    show_whole(console, leaves_table(model["leaves"]), wraps=True)
     return 0
 
 
@@ -155,8 +155,8 @@ def lines(model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def leaves_table(leaves: Sequence[Mapping[str, Any]]) -> Table:
-    """The kinds of parameters, one row each."""
-    numbers = [Column(name, justify="right", no_wrap=True) for name in ("of them", "numbers")]
+    """The kinds of parameters, one row each; the axes may be broken into lines."""
+    numbers = [Column(name, justify="right", no_wrap=True) for name in ("count", "numbers")]
     table = Table(Column("parameter", no_wrap=True), "axes of one", *numbers)
     for leaf in leaves:
         sizes = zip(leaf["axes"], leaf["shape"], strict=True)

@@ -10,6 +10,7 @@ import dataclasses
 import fcntl
 import functools
 import json
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,13 +20,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxgrpo.config import own_code
-from jaxgrpo.config.keys import DataKeys
+from jaxgrpo.config.keys import DataKeys, is_path
 from jaxgrpo.config.ranges import HEAT
 from jaxgrpo.config.tables import SampleOverrides
 from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.data import storage
 from jaxgrpo.data.prompts import PromptData
-from jaxgrpo.data.sources import parse_json
+from jaxgrpo.data.sources import FORMS, parse_json
 from jaxgrpo.data.storage import Place, checksum, write_atomically
 from jaxgrpo.evaluation.evaluate import (
     Batches,
@@ -119,7 +120,7 @@ def write_samples(
     """
     _check(samples, temperature)
     check_writable(out, inputs=[prompts])
-    rows = _lines(prompts) if prompts.endswith(".txt") else None
+    rows = _lines(prompts)
     changes = option_changes(None if rows else prompts, top_k, top_p, max_tokens)
     config = config_for(target, changes, overrides)
     config = dataclasses.replace(config, data=without_columns(config.data))
@@ -430,10 +431,21 @@ def _judge_nothing(completions: Sequence[Any]) -> list[None]:
     return [None] * len(completions)
 
 
-def _lines(path: str) -> list[dict[str, str]]:
-    file = Path(path)
+def _lines(path: str) -> list[dict[str, str]] | None:
+    """The prompts of a .txt file; None: `path` is as data.path.
+
+    Raises: InputError where nothing is there, since a config would name its own key.
+    """
+    file = Path(os.path.expanduser(path))
+    if is_path(path, Path.cwd()) and not os.path.exists(file):
+        raise InputError(
+            f"--prompts {path}: there is no such file: give a .txt with a prompt in each line, or "
+            f"rows with a column prompt, {FORMS}"
+        )
+    if not path.endswith(".txt"):
+        return None
     if not file.is_file():
-        raise InputError(f"--prompts {path}: there is no such file")
+        raise InputError(f"--prompts {path}: a .txt of prompts is a file of this machine")
     with refusing(f"--prompts {path}: no text in UTF-8 ({{reason}}): save it as that", ValueError):
         text = file.read_bytes().decode("utf-8-sig")
     lines = text.split("\n")  # no other line ends, as .jsonl

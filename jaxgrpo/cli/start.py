@@ -16,7 +16,14 @@ from rich.progress import Progress
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.storage import Place
 from jaxgrpo.training.processes import process
-from jaxgrpo.training.records.console import Document, comparison, facts, is_summary, telling
+from jaxgrpo.training.records.console import (
+    Document,
+    comparison,
+    facts,
+    is_summary,
+    show_whole,
+    telling,
+)
 
 
 def quickstart(
@@ -139,7 +146,7 @@ def _show(console: Console, folder: Place, summary: Mapping[str, Any]) -> None:
     if "flat_groups" in summary["base"]:  # not of fewer samples than a group has
         summary_names.append("flat_groups")
     columns = [(name, summary[name]) for name in ("base", "trained")]
-    console.print(comparison("test problems", columns, ["accuracy", *summary_names]))
+    show_whole(console, comparison("test problems", columns, ["accuracy", *summary_names]))
     speed = summary["time/tokens_per_second"]
     facts(
         console,

@@ -465,7 +465,7 @@ def _source(path: Any, where: str, options: Mapping[str, Any]) -> Iterator[str]:
     elif is_file and not os.path.isfile(path):
         yield (
             f"{where} = {show(path)}: there is no such file; relative paths begin at the "
-            "folder of the config"
+            "folder of the config, those of options at the working directory"
         )
     elif not (is_file or os.path.isdir(path) or is_name(path)):
         reason = "is no file of rows" if os.path.exists(path) else "does not exist"

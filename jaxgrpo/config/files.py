@@ -76,6 +76,10 @@ def read_tables(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Path]:
     source, configs = Path(os.path.expanduser(path)), shipped()
     if source.is_file():
         source = source.resolve()
+    elif source.is_dir() and (len(source.parts) > 1 or source.name not in configs):
+        file = source / "config.toml"
+        remedy = f"the config of the run in it is {file}" if file.is_file() else "give a TOML file"
+        raise ConfigError(str(source), [f"is a folder; {remedy}"])
     elif source.suffix or len(source.parts) > 1:
         raise ConfigError(str(source), ["there is no such file"])
     elif source.name not in configs:
@@ -124,7 +128,8 @@ def from_dict(
       name: what messages call it, if there is no source.
     """
     tables: dict[str, Any] = absolute(raw, config_folder(source))
-    drop_rivals(tables, (text.partition("=")[0] for text in overrides))
+    pairs = [text.partition("=")[::2] for text in overrides]
+    drop_rivals(tables, (key for key, value in pairs if value.strip()))
     problems = [problem for text in overrides for problem in _override(tables, text)]
     values: reading.Values = {}
     wrong_values = list(_wrong_values(tables))
@@ -275,7 +280,11 @@ def _override(tables: dict[str, Any], text: str) -> Iterator[str]:
     except (ValueError, RecursionError) as error:
         plain = value_text.strip()
         if plain.startswith(("[", "{", '"', "'")):
-            yield f"--set {text}: the value is not TOML: {error}"
+            field = keys.KEYS.get(name.strip())
+            takes_text = field is not None and field.type in ("str", "str | None")
+            is_template = takes_text and plain.startswith(("[", "{"))
+            hint = f"""; a text is quoted twice, --set '{name}="{plain}"'""" if is_template else ""
+            yield f"--set {text}: the value is not TOML: {error}{hint}"
             return
         right = as_json(plain)
         if "null" in (plain, right):
@@ -292,10 +301,10 @@ def _override(tables: dict[str, Any], text: str) -> Iterator[str]:
 
 def _nothing(name: str) -> str | None:
     """What "table.key=" sets: None, where a key is unset by default and takes no empty text, and a
-    whole table; else an empty text."""
+    whole table, or another key beside the tables; else an empty text."""
     field = keys.KEYS.get(name)
     if field is None:
-        return None if name in SECTIONS else ""
+        return None if name in keys.HINTS else ""
     return None if field.default is None and not field.metadata["range"].may_be_empty else ""
 
 

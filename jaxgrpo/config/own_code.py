@@ -236,7 +236,7 @@ def _module_of_file(reference: str, path: Path) -> ModuleType:
         files = ", ".join(sorted(file.name for file in path.parent.glob("*.py"))) or "no .py files"
         raise InputError(
             f"{reference!r}: there is no file {path}; {path.parent} holds {files}: relative paths "
-            "begin at the folder of the config"
+            "begin at the folder of the config, those of options at the working directory"
         )
     name = f"own_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:

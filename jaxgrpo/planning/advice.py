@@ -220,6 +220,9 @@ def blame(run_plan: Plan) -> Sequence[tuple[str, int]]:
 
 
 def _toml(value: Any) -> str:
+    """A value as --set takes it; None, a key that is taken out, is nothing behind the =."""
+    if value is None:
+        return ""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -99,7 +99,8 @@ def _search(console: Console, fitting: Search, changes: dict[str, Any]) -> Itera
 
     for candidate, run_plan in fitting.fastest(_telling):
         candidate = candidate.behind(changes)
-        console.rule(candidate.overrides)
+        console.rule()
+        console.print(f"--set {candidate.overrides}", markup=False, soft_wrap=True)
         report.show_formula(console, run_plan)
         report.show_compiled(console, run_plan)
         yield report.plan_numbers(run_plan, candidate.changes)
@@ -115,12 +116,14 @@ def _topology(keys: PlanKeys, name: str | None, slices: int | None, formula: boo
             "plan.topology: missing; give --topology, as v5e:4x4, or plan.topology in the config"
         )
     number = (1 if name else keys.slices) if slices is None else slices
+    slices_words = f"plan.slices = {number}" if slices is None else f"--slices {number}"
+    where = None if name else f'plan.topology = "{devices}", {slices_words}'
     try:
-        return topologies.topology(devices, number)
+        return topologies.topology(devices, number, where)
     except InputError:
         if not formula:
             raise
-        return topologies.not_compiled_for(devices, number)
+        return topologies.not_compiled_for(devices, number, where)
 
 
 def _run_on(console: Console, search: Search, chooses: bool) -> tuple[Search, Run, dict[str, Any]]:

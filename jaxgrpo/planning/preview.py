@@ -164,7 +164,8 @@ def planned_mesh(sizes: MeshKeys, keys: PlanKeys) -> Mesh | None:
     if number <= len(real_devices):
         return None
     if keys.topology:
-        devices = topologies.stand_ins(keys.topology, keys.slices)
+        where = f'plan.topology = "{keys.topology}", plan.slices = {keys.slices}'
+        devices = topologies.stand_ins(keys.topology, keys.slices, where)
     else:
         device, limit = (
             real_devices[0],
@@ -252,9 +253,10 @@ def _update_bytes(run: setup.Setup, compiles: bool) -> int:
 def _not_built(mesh: Mesh) -> str:
     """What to say of a mesh of stand-ins."""
     number, kind = mesh.size, mesh.devices.flat[0].device_kind
+    count = len(jax.devices())
     return (
-        f"not built: it is for {number} devices ({kind}), and there is {len(jax.devices())}; "
-        "memory is by formula, and weights are not read"
+        f"not built: it is for {number} devices ({kind}), and there {'is' if count == 1 else 'are'}"
+        f" {count}; memory is by formula, and weights are not read"
     )
 
 

@@ -16,7 +16,7 @@ from jaxgrpo.planning.costs import Bound, Work
 from jaxgrpo.planning.plan import Plan, Planned, each_axis, needed, peak_bytes
 from jaxgrpo.training.memory import shown
 from jaxgrpo.training.method import attention_lines
-from jaxgrpo.training.records.console import facts, terminal_table
+from jaxgrpo.training.records.console import facts, show_table, show_whole, terminal_table
 
 
 def show_changes(
@@ -34,8 +34,9 @@ def show_changes(
 def show_formula(console: Console, plan: Plan) -> None:
     """Prints what is known before anything is compiled."""
     facts(console, _head(plan))
-    console.print(_formula_table(plan))
-    console.print(_formula_costs(plan))
+    show_whole(console, _formula_table(plan))
+    title = f"by formula a step takes {plan.seconds:.3g} s at the least, without what devices send"
+    _show_costs(console, plan.formula, title)
     peak, limit = shown(peak_bytes(plan.parts)), shown(plan.limit)
     console.print(f"by formula each device takes {peak} of {limit}", soft_wrap=True)
 
@@ -52,22 +53,24 @@ def show_program(console: Console, program: Planned) -> None:
 def show_compiled(console: Console, plan: Plan) -> None:
     """Prints what the compiler says, and whether the run fits."""
     if plan.planned:
-        console.print(_memory(plan))
-        console.print(_costs(plan))
-        console.print(_counts(plan))
-        console.print(_traffic(plan))
+        _show_memory(console, plan)
+        costs = {program.name: (program.work, program.bound) for program in plan.planned}
+        title = "seconds of a step at the least, by the chip's published rates"
+        _show_costs(console, costs, title)
+        _show_counts(console, plan)
+        show_whole(console, _traffic(plan))
     _verdict(console, plan)
 
 
 def show_remedies(console: Console, remedies: list[Candidate]) -> None:
-    """Prints what should fit."""
+    """Prints what should fit. A line is not broken, so that it can be copied."""
     if not remedies:
         console.print("no mesh, micro-batch, slots, remat or LoRA was found that should fit: take")
         console.print("more or larger chips, a smaller model, or shorter prompts and completions")
         return
     console.print("should fit, by formula; --search compiles:")
     for remedy in remedies:
-        console.print(f"  --set {advice.shown(remedy)}", markup=False)
+        console.print(f"  --set {advice.shown(remedy)}", markup=False, soft_wrap=True)
 
 
 def plan_numbers(plan: Plan, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,26 +158,16 @@ def _head(plan: Plan) -> dict[str, str]:
     }
 
 
-def _memory(plan: Plan) -> Table:
+def _show_memory(console: Console, plan: Plan) -> None:
     rows = [["program", "takes", "temporary", "gives", "beside", "peak", "compiled"]]
     for program in plan.planned:
         sizes = (program.arguments, program.temporaries, program.outputs, program.beside)
         sizes_text = map(shown, (*sizes, program.peak))
         rows.append([program.name, *sizes_text, f"{program.seconds:.0f} s"])
-    return terminal_table(rows, no_wrap=True, title="memory of each device, as compiled")
+    show_table(console, rows, title="memory of each device, as compiled")
 
 
-def _costs(plan: Plan) -> Table:
-    costs = {program.name: (program.work, program.bound) for program in plan.planned}
-    return _cost_table(costs, "seconds of a step at the least, by the chip's published rates")
-
-
-def _formula_costs(plan: Plan) -> Table:
-    title = f"by formula a step takes {plan.seconds:.3g} s at the least, without what devices send"
-    return _cost_table(plan.formula, title)
-
-
-def _cost_table(costs: Mapping[str, tuple[Work, Bound]], title: str) -> Table:
+def _show_costs(console: Console, costs: Mapping[str, tuple[Work, Bound]], title: str) -> None:
     bounds = [bound for _, bound in costs.values()]
     columns = [name for name in Bound._fields if any(getattr(bound, name) for bound in bounds)]
     rows = [["program", "calls", "TFLOP", *columns, "bound"]]
@@ -183,10 +176,10 @@ def _cost_table(costs: Mapping[str, tuple[Work, Bound]], title: str) -> Table:
         seconds = (f"{value:.4f}" if value else "" for value in values)
         flops = f"{work.calls * work.executed / 1e12:,.1f}"
         rows.append([name, str(work.calls), flops, *seconds, bound.limit])
-    return terminal_table(rows, text=(0, -1), no_wrap=True, title=title)
+    show_table(console, rows, text=(0, -1), title=title)
 
 
-def _counts(plan: Plan) -> Table:
+def _show_counts(console: Console, plan: Plan) -> None:
     rows = [["program", "moved", "by formula", "kernels", "collectives"]]
     for program in plan.planned:
         calls, (moved, kernels) = program.work.calls, program.traffic
@@ -194,7 +187,7 @@ def _counts(plan: Plan) -> Table:
         trips = sum(collective.trips for collective in program.collectives)
         rows.append([program.name, *sizes, f"{calls * kernels:,}", f"{calls * trips:,}"])
     title = "main memory that each device moves in a step, as compiled, and what it runs"
-    return terminal_table(rows, no_wrap=True, title=title)
+    show_table(console, rows, title=title)
 
 
 def _traffic(plan: Plan) -> Table:
@@ -219,7 +212,8 @@ def _verdict(console: Console, plan: Plan) -> None:
         console.print(
             f"{how}: {shown(plan.peak)} of {shown(plan.limit)}; a step of {plan.tokens:,} "
             f"completion tokens takes {plan.seconds:.3g} s at the least, "
-            f"{rate:,.0f} tokens/s at the most"
+            f"{rate:,.0f} tokens/s at the most",
+            soft_wrap=True,
         )
         return
     demand = needed(plan.problem)
@@ -227,5 +221,5 @@ def _verdict(console: Console, plan: Plan) -> None:
         f"the compiler asks for {shown(demand)}" if demand else plan.problem or shown(plan.peak)
     )
     largest = ", ".join(f"{name} {shown(size)}" for name, size in advice.blame(plan))
-    console.print(f"does not fit {shown(plan.limit)}: {reason}", markup=False)
-    console.print(f"largest, by formula: {largest}", markup=False)
+    console.print(f"does not fit {shown(plan.limit)}: {reason}", markup=False, soft_wrap=True)
+    console.print(f"largest, by formula: {largest}", markup=False, soft_wrap=True)

@@ -64,47 +64,48 @@ class Topology(NamedTuple):
         return f"{slices}{self.name}, {self.chips} chips{halves}"
 
 
-def topology(name: str, slices: int = 1) -> Topology:
+def topology(name: str, slices: int = 1, where: str | None = None) -> Topology:
     """The devices of a topology.
 
     Args:
       name: a chip of `core.chips.CHIPS` and sizes: "v5e:4x4", "v5p:4x4x4"; of GPUs the hosts and
         the GPUs of each, "h100:8x8".
       slices: how many of that topology, with a data-centre network between them.
+      where: who names them, which opens messages; None: the options of `jaxgrpo plan`.
 
     Raises: InputError for what there is not, and where the compiler for it is not installed.
     """
-    kind, sizes = read_name(name, slices)
+    kind, sizes = read_name(name, slices, where)
     describe = _gpu_devices if kind in GPUS else _tpu_devices
     try:
         devices = describe(kind, sizes, slices)
     except Exception as error:  # RuntimeError, ValueError, and what plugins raise
         raise InputError(
-            f"--topology {name}: cannot be compiled for ({one_line(error)}); examples: "
-            f"{_EXAMPLES}. The compilers come with jaxgrpo[plan]; --formula needs none"
+            f"{where or f'--topology {name}'}: cannot be compiled for ({one_line(error)}); "
+            f"examples: {_EXAMPLES}. The compilers come with jaxgrpo[plan]; --formula needs none"
         ) from None
     return Topology(name, CHIPS[kind], slices, tuple(devices))
 
 
-def read_name(name: str, slices: int = 1) -> tuple[str, tuple[int, ...]]:
+def read_name(name: str, slices: int = 1, where: str | None = None) -> tuple[str, tuple[int, ...]]:
     """The chip and the sizes that the name of a topology holds.
+
+    Args: where: as in `topology`.
 
     Raises: InputError for a name of another form, where there is no such chip, and for what GPUs
       have not.
     """
+    where = where or f"--topology {name} --slices {slices}"
     kind, _, shape = name.partition(":")
     if kind not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) or slices < 1:
         hint = suggest(kind, CHIPS)
         raise InputError(
-            f"--topology {name} --slices {slices}: expected a chip and sizes, as {_EXAMPLES}, and "
-            f"one slice or more; chips: {hint}"
+            f"{where}: expected a chip and sizes, as {_EXAMPLES}, and one slice or more; chips: "
+            f"{hint}"
         )
     sizes = tuple(map(int, shape.split("x")))
     if kind in GPUS and (len(sizes) > 2 or slices > 1):
-        raise InputError(
-            f"--topology {name} --slices {slices}: GPUs have hosts and GPUs of each, as h100:8x8, "
-            "and no slices"
-        )
+        raise InputError(f"{where}: GPUs have hosts and GPUs of each, as h100:8x8, and no slices")
     return kind, sizes
 
 
@@ -133,14 +134,18 @@ class StandIn:
         return {"bytes_limit": self.memory}
 
 
-def not_compiled_for(name: str, slices: int) -> Topology:
+def not_compiled_for(name: str, slices: int, where: str | None = None) -> Topology:
     """A topology of stand-ins, for formulas alone. Raises: as `read_name`."""
-    return Topology(name, CHIPS[read_name(name, slices)[0]], slices, (*stand_ins(name, slices),))
+    devices = stand_ins(name, slices, where)
+    return Topology(name, CHIPS[read_name(name, slices)[0]], slices, (*devices,))
 
 
-def stand_ins(name: str, slices: int) -> list[StandIn]:
-    """Devices in place of those of a topology, in as many slices or hosts, without a compiler."""
-    kind, sizes = read_name(name, slices)
+def stand_ins(name: str, slices: int, where: str | None = None) -> list[StandIn]:
+    """Devices in place of those of a topology, in as many slices or hosts, without a compiler.
+
+    Raises: as `read_name`.
+    """
+    kind, sizes = read_name(name, slices, where)
     per_slice = math.prod(sizes) * DEVICES_PER_CHIP.get(kind, 1)
     platform, memory = "gpu" if kind in GPUS else "tpu", CHIPS[kind].memory
     per_host = sizes[-1] if kind in GPUS else slices * per_slice

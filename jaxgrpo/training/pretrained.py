@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,6 +145,7 @@ def find_config(keys: ModelKeys, fetch_weights: bool = True) -> tuple[Path, Mode
 
     Raises: InputError where there is no such model or family, or `model.config` is another model's.
     """
+    _refuse_unwritten(keys.path)
     folder = folders.find_folder(keys.path, keys.revision, fetch_weights)
     family = own_family(keys.family)
     stored = folders.read_config(folder, family, keys.ignore, keys.text_only)
@@ -160,6 +162,17 @@ def find_config(keys: ModelKeys, fetch_weights: bool = True) -> tuple[Path, Mode
         ]
         refuse_all(f"model.config is not what the config.json of {keys.path} says:", differences)
     return folder, stored
+
+
+def _refuse_unwritten(path: str) -> None:
+    """Raises: InputError where a path is of the model of a run that has not written it."""
+    folder, run = Path(path), Path(path).parent
+    if folder.name != "model" or folder.exists() or not (run / "config.toml").is_file():
+        return
+    raise InputError(
+        f"{path}: the run has written no model, which it does when it ends: let it end, or write "
+        f"the model of a checkpoint, jaxgrpo export {shlex.quote(str(run))} OUT, and give OUT"
+    )
 
 
 def own_family(name: str | None) -> Family | None:

@@ -86,7 +86,7 @@ def test_a_model_without_a_chat_template_completes_text_to_the_end_of_the_line(m
 )
 def test_the_rate_falls_with_the_size(parameters, rate):
     assert init.rate_for(int(parameters)) == rate
-    project = init.SMALL._replace(rate=rate, model='a "model" of \\ signs')
+    project = init.SMALL._replace(rate=rate, model='a "model" of \\ signs 😀')
     config = files.tomllib.loads(init.run_toml(project))
     assert config["optimizer"]["learning_rate"] == rate
     assert config["model"]["path"] == project.model

@@ -8,6 +8,7 @@ import time
 
 import checkpoints
 import pytest
+from minimal_config import MINIMAL
 from safetensors import safe_open
 
 from jaxgrpo.cli import main as cli
@@ -213,8 +214,11 @@ def test_a_wrong_folder_is_refused_with_what_is_wrong(saved, show, tmp_path, fie
 
 def test_what_is_no_model_is_refused_in_one_line(saved, show, tmp_path):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "a run").mkdir()
+    (tmp_path / "a run" / "config.toml").write_text(MINIMAL)
     for arguments, message in {
         (tmp_path / "none",): "is no folder",
+        (tmp_path / "a run",): f"jaxgrpo export '{tmp_path}/a run' OUT, and give OUT",
         (tmp_path / "empty",): "config.json does not exist",
         (saved / "llama", "--family", "mine"): 'model.family = "mine": expected a family',
         (saved / "llama", "--revision", "main"): "is a local path",

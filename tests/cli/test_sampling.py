@@ -137,6 +137,9 @@ def test_what_cannot_be_sampled_is_said_before_anything_is_written(sample, tmp_p
     assert (code, "rollout.top_p = 1.5" in output) == (2, True)
     code, output = sample(out="none/s.jsonl")
     assert (code, "there is no folder" in output) == (2, True)
+    for absent in ("q.jsonl", "q.txt", "What is 2 + 2?"):
+        code, output = sample("--prompts", absent)
+        assert (code, f"--prompts {absent}: there is no such file" in output) == (2, True)
     assert not (tmp_path / "s.jsonl").exists()
     code, output = sample("--overwrite", out="p.txt")
     assert (code, "p.txt: the command reads this file; name another" in output) == (2, True)

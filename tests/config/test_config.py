@@ -112,6 +112,7 @@ def test_nothing_changes_a_config():
         ("loss.entropy=None", "None would be a text; write nothing behind the =, which leaves"),
         ("optimizer.b2=.5", "--set optimizer.b2=.5: .5 would be a text; write 0.5"),
         ("train.steps=[1", "--set train.steps=[1: the value is not TOML"),
+        ("data.prompt={a} b", """; a text is quoted twice, --set 'data.prompt="{a} b"'"""),
         ("run.dir.x=1", "--set run.dir.x=1: run.dir.x does not lead to a key of the config"),
         ("rewards.3.weight=1", "rewards.3.weight does not lead to a key of the config"),
     ],
@@ -281,6 +282,12 @@ def test_nothing_behind_an_override_leaves_a_key_or_a_table_unset():
     assert (got.loss.kl, got.eval.data, got.data.system) == (None, None, None)
     assert got.data.answer == ""
     assert files.from_dict(before, ["eval.data="]).eval == keys.EvalKeys()
+    got = files.from_dict({**before, "environment": "a.b:C", "tools": ["python"]}, ["environment="])
+    assert (got.environment, got.tools) == (None, ("python",))
+    assert read("recipe=dapo", "advantage=", "tools=").recipe == "dapo"
+    chain = {"advantage": [{"use": "sum_rewards"}]}
+    assert files.from_dict({**before, **chain}, ["recipe="]).method is None
+    assert problems("rewards=")[0].startswith("rewards: missing; give at least one")
     (problem,) = problems("model.dtype=")
     assert problem.startswith('model.dtype = "": expected')
 
@@ -457,6 +464,11 @@ def test_a_file_that_is_not_there_or_not_toml_is_said(tmp_path):
         files.load(tmp_path / "bad.toml")
     with pytest.raises(ConfigError, match="did you mean 'quickstart'"):
         files.load("quickstrat")
+    with pytest.raises(ConfigError, match="is a folder; give a TOML file"):
+        files.load(tmp_path)
+    (tmp_path / "config.toml").touch()
+    with pytest.raises(ConfigError, match=r"is a folder; the config of the run in it is .*\.toml"):
+        files.load(tmp_path)
 
 
 def test_every_shipped_config_loads_by_name_and_begins_its_paths_here(tmp_path, monkeypatch):

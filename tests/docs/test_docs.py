@@ -7,14 +7,16 @@ import re
 import pytest
 from minimal_config import keys
 
-from jaxgrpo.cli.commands import COMMANDS, JSON
+from jaxgrpo.cli.commands import COMMANDS, JSON, TARGET
 from jaxgrpo.config.files import RESUMABLE
+from jaxgrpo.config.keys import KEYS
 from jaxgrpo.core.scores import QUANTITIES
 from jaxgrpo.data import tasks
 from jaxgrpo.experiments.probe import advice
 from jaxgrpo.models.hf.families import FAMILIES
 from jaxgrpo.training.processes.process import EXIT_CODES
 from jaxgrpo.training.records.console import Display
+from jaxgrpo.training.stored_policy import DEFAULTS, LIMITS
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +84,19 @@ def test_every_command_is_listed_with_what_its_help_says(repository):
     text = (repository / "docs" / "commands.md").read_text()
     rows = re.findall(r"^\| \[`([a-z-]+)`\]\([^)]+\) \| (.*) \|$", text, re.MULTILINE)
     assert rows == [(name, command[0]) for name, command in COMMANDS.items()]
+
+
+def test_what_a_model_folder_is_asked_by_is_said(repository):
+    page = (repository / "docs" / "commands.md").read_text()
+    section = page.partition("\n## A model, a run or a config\n")[2].partition("\n## ")[0]
+    text = " ".join(section.split())
+    taking = {name for name, (_, _, *arguments) in COMMANDS.items() if TARGET in arguments}
+    assert {*re.findall(r"`([a-z]+)`", text.partition(" take any ")[0])} == taking
+    for key in LIMITS:
+        table, _, name = key.partition(".")
+        assert f"{DEFAULTS[table][name]:,} tokens each" in text, key
+    assert f"at temperature {KEYS['rollout.temperature'].default:g}," in text
+    assert f"computed in {KEYS['model.dtype'].default}." in text
 
 
 def test_the_line_of_a_step_is_shown_as_the_terminal_prints_it(repository, monkeypatch):

@@ -10,11 +10,12 @@ from typing import Any
 
 import planned
 import pytest
+from rich.console import Console
 
 from jaxgrpo.cli.main import main
 from jaxgrpo.config import files
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.planning import advice, command, plan, programs, topologies
+from jaxgrpo.planning import advice, command, plan, programs, report, topologies
 
 OFFLINE = """
 import socket, sys
@@ -93,6 +94,7 @@ def test_what_fits_is_printed_written_and_ends_with_0(offline, small, tmp_path):
     places = [text.index(line) for line in lines]
     assert places == sorted(places), "the formula's answer comes before anything is compiled"
     assert "tokens/s at the most" in " ".join(text.split())
+    assert "…" not in text, "a pipe has 80 columns"
     for name in PROGRAMS:
         assert (texts / f"{name}.hlo.txt").read_text().startswith("HloModule")
     printed = json.loads(document.removeprefix("looking for a mesh\n"))  # it is on stderr
@@ -127,6 +129,14 @@ def test_the_formula_alone_compiles_nothing(small, uncompiled, capsys):
     seconds = printed["seconds_by_formula"]
     assert tuple(seconds) == PROGRAMS
     assert printed["step"]["seconds_at_least"] == sum(seconds.values()) > 0
+
+
+def test_a_narrow_terminal_cuts_no_number_of_a_plan(small, uncompiled, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["plan", small(), "--topology", "v5e:2x2", "--formula"]) == 0
+    text = capsys.readouterr().out
+    assert "…" not in text
+    assert all(name in text for name in (*PROGRAMS, "caches and samples", "TFLOP", "compute"))
 
 
 @pytest.mark.parametrize("name", ["h100:1x2", "v5e:1x2"])
@@ -176,6 +186,19 @@ def test_what_does_not_fit_is_a_document_with_what_would_and_exit_code_1(
     for remedy in printed["remedies"]:
         assert remedy["peak"] <= advice.ROOM * tiny.chip.memory
         assert remedy["changes"]
+
+
+def test_a_remedy_is_printed_as_set_takes_it_in_one_line(small, capsys):
+    """Also where it takes keys out of the config."""
+    changes = {"mesh.data": 0, "rollout.slots": None, "train.tokens_per_micro_batch": None}
+    remedy = advice.Candidate({**changes, "train.remat": "full", **advice.LORA}, 2**30, 1.0)
+    report.show_remedies(Console(width=40), [remedy])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "--set" in line]
+    overrides = line.partition("--set ")[2].partition("  (")[0].split()
+    rollout, train = {"rollout.slots": 8}, {"train.tokens_per_micro_batch": 512}
+    read = files.load(small(**rollout, **train), overrides)
+    assert (read.rollout.slots, read.train.tokens_per_micro_batch) == (None, None)
+    assert (read.train.remat, read.lora.rank) == ("full", advice.LORA["lora.rank"])
 
 
 OTHERS = {

@@ -15,7 +15,7 @@ from jaxgrpo.config.keys import MeshKeys, PlanKeys
 from jaxgrpo.core.chips import CHIPS, GIB
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import sharding
-from jaxgrpo.planning import plan, preview, topologies
+from jaxgrpo.planning import command, plan, preview, topologies
 from jaxgrpo.training import memory
 from jaxgrpo.training.method import attention_lines
 
@@ -142,6 +142,17 @@ def test_no_devices_stand_in_for_what_there_is_not(name, slices, message):
     for make in (topologies.stand_ins, topologies.not_compiled_for):
         with pytest.raises(InputError, match=message):
             make(name, slices)
+
+
+@pytest.mark.parametrize("name", ["v9:2x2", "h100:2x2x8"])
+def test_a_message_names_the_key_where_a_config_names_the_devices(name):
+    """A dry run has no option --topology."""
+    keys, message = PlanKeys(topology=name), f'^plan.topology = "{name}", plan.slices = 1: '
+    with pytest.raises(InputError, match=message):
+        preview.planned_mesh(MeshKeys(fsdp=4096), keys)
+    for formula in (False, True):
+        with pytest.raises(InputError, match=message):
+            command._topology(keys, None, None, formula)
 
 
 @NEEDS_CUDA

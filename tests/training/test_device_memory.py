@@ -349,7 +349,8 @@ def test_a_dry_run_for_more_devices_than_there_are_plans_its_mesh(tmp_path, caps
     shown = " ".join(capsys.readouterr().out.split())
     available = len(jax.devices())
     assert "mesh data 1, fsdp 8, tensor 1, context 1 planned not built: " in shown
-    assert f"it is for 8 devices (v5e), and there is {available}; memory is by formula" in shown
+    verb = "is" if available == 1 else "are"
+    assert f"for 8 devices (v5e), and there {verb} {available}; memory is by formula" in shown
     assert "of 15.8 GiB on each device" in shown
     assert "rewards on row 0, whose answer is" in shown
     assert re.search(r"first prompt row \d+, \d+ tokens: '\d+\+", shown)

@@ -38,7 +38,7 @@ from jaxgrpo.training.records.report.record import (
 BARS = "▁▂▃▄▅▆▇█"
 LOOK: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False}
 """Of a table that stands among other lines."""
-MAX_WIDTH = 1000  # columns of a table that is not cut
+MAX_WIDTH = 10**6  # columns of a table that is not cut
 WIDTH = 24  # of a sparkline
 FIRST = 60.0  # seconds of one phase after which a line says so; then after twice as long each time
 SILENCE = 9.0  # seconds without a line after which one says so where no bar is seen, as in a log
@@ -223,17 +223,25 @@ def show_table(console: Console, rows: Sequence[Sequence[RenderableType]], **opt
     show_whole(console, table)
 
 
-def show_whole(console: Console, table: Table) -> None:
-    """Prints a table as wide as its cells are: a terminal breaks longer lines, and cuts none."""
-    width = console.width
-    console.width = max(_width(console, table), width)
+def show_whole(console: Console, table: Table, wraps: bool = False) -> None:
+    """Prints a table as wide as its cells are: a terminal breaks longer lines, and cuts none.
+
+    Args:
+      wraps: columns without `no_wrap` are broken into lines first, between words; no word is cut.
+    """
+    width, size = console.width, _measure(console, table)
+    console.width = max(size.minimum if wraps else size.maximum, width)
     console.print(table)
     console.width = width
 
 
 def _width(console: Console, table: Table) -> int:
+    return _measure(console, table).maximum
+
+
+def _measure(console: Console, table: Table) -> Measurement:
     free = console.options.update(max_width=MAX_WIDTH)
-    return Measurement.get(console, free, table).maximum
+    return Measurement.get(console, free, table)
 
 
 def comparison(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.table import Column, Table
 
 from jaxgrpo.training.records import console
 from jaxgrpo.training.records.report.record import FINISHED, Record, visible
@@ -110,6 +111,26 @@ def test_a_pipe_and_a_narrow_terminal_cut_no_name():
     assert name.removeprefix("eval/") in out.getvalue()
     assert "▁▁" in out.getvalue()
     assert "…" not in out.getvalue()
+
+
+def test_a_table_that_is_wider_than_the_terminal_keeps_its_words():
+    name, axes, number = "layer/attention/query/kernel", "embed 1024 x heads 16", "2,097,152"
+    for wraps, pieces in ((True, axes.split()), (False, [axes])):
+        first, last = Column("parameter", no_wrap=True), Column("numbers", no_wrap=True)
+        table, out = Table(first, "axes of one", last), io.StringIO()
+        table.add_row(name, axes, number)
+        narrow = Console(file=out, width=20, highlight=False, color_system=None)
+        console.show_whole(narrow, table, wraps=wraps)
+        assert narrow.width == 20
+        assert all(piece in out.getvalue() for piece in (name, *pieces, number)), out.getvalue()
+        assert (axes in out.getvalue()) != wraps
+
+
+def test_a_table_of_hundreds_of_samples_is_not_cut():
+    numbers, out = " ".join(f"{number:.4f}" for number in range(512)), io.StringIO()
+    narrow = Console(file=out, width=80, highlight=False, color_system=None)
+    console.show_whole(narrow, console.terminal_table([["value"], [numbers]], no_wrap=True))
+    assert numbers in out.getvalue()
 
 
 def test_the_line_of_a_step_repeats_no_evaluation_of_an_earlier_one(capsys):
