@@ -10,7 +10,7 @@ import sys
 import jax
 import pytest
 import small_run
-from faulty_runs import limit_files
+from faulty_runs import limit_files, wait_until
 from quick import full_but
 
 from jaxgrpo.cli.main import main
@@ -57,10 +57,13 @@ SOON = {"raises"}
 )
 def test_a_run_that_ends_early_says_why_in_a_few_lines(name, tmp_path, capfd, space):
     harm, code, reason = ENDINGS[name]
+    saved = tmp_path / "r" / "checkpoints" / "2"
 
     def reward(completions, trainer_state, **columns):
         values = [float(len(text)) for text in completions]
         if trainer_state.global_step >= 2 and len(completions) > 2:
+            if trainer_state.global_step == 2:
+                wait_until(saved.exists)  # it is saved while the next is sampled
             values[:1] = harm(tmp_path / "r") or values[:1]
         return values
 
