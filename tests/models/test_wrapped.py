@@ -318,6 +318,40 @@ def test_the_config_of_gemma_3_4b_is_complete():
     assert "dtype" not in written["text_config"]
 
 
+def test_the_config_of_qwen3_6_27b_is_complete():
+    """It names the gate of layers that recur, and says twice what share of a head turns. Read off
+    the published file."""
+    heads = {"num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256}
+    linear = {"linear_conv_kernel_dim": 4, "linear_num_key_heads": 16, "linear_key_head_dim": 128}
+    linear |= {"linear_num_value_heads": 48, "linear_value_head_dim": 128}
+    rope = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default"}
+    rope |= {"partial_rotary_factor": 0.25, "rope_theta": 10_000_000}
+    text = {
+        **{"model_type": "qwen3_5_text", "dtype": "bfloat16", "vocab_size": 248_320},
+        **{"hidden_size": 5120, "intermediate_size": 17_408, "num_hidden_layers": 64},
+        **{"attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True},
+        **{"full_attention_interval": 4, "hidden_act": "silu", "initializer_range": 0.02},
+        **{"layer_types": [*["linear_attention"] * 3, FULL] * 16, "mamba_ssm_dtype": "float32"},
+        **{"max_position_embeddings": 262_144, "mtp_num_hidden_layers": 1, "rms_norm_eps": 1e-6},
+        **{"mtp_use_dedicated_embeddings": False, "output_gate_type": "swish", "use_cache": True},
+        **{"bos_token_id": 248_044, "eos_token_id": 248_044, "pad_token_id": None},
+        **{"partial_rotary_factor": 0.25, "rope_parameters": rope, "tie_word_embeddings": False},
+        **heads,
+        **linear,
+    }
+    fields = {
+        **{"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"},
+        **{"image_token_id": 248_056, "video_token_id": 248_057, "tie_word_embeddings": False},
+        **{"vision_start_token_id": 248_053, "vision_end_token_id": 248_054},
+        **{"text_config": text, "vision_config": {"depth": 27}},
+    }
+    config = families.model_config(fields, "a test", text_only=True)
+    assert (config.num_layers, config.num_heads, config.tie_embeddings) == (64, 24, False)
+    text["output_gate_type"] = "sigmoid"
+    with pytest.raises(InputError, match="output_gate_type = 'sigmoid': known are silu, swish"):
+        families.model_config(fields, "a test", text_only=True)
+
+
 def test_a_folder_without_the_text_model_is_refused(case, tmp_path):
     shutil.copytree(case.folder, tmp_path / "m", ignore=shutil.ignore_patterns("model*"))
     sight = {n: a for n, a in tensors(case.folder).items() if "language_model" not in n}

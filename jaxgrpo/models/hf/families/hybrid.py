@@ -42,6 +42,9 @@ FUSED = MappingProxyType(
         "linear_attn.conv1d": ("delta/query_conv", "delta/key_conv", "delta/value_conv"),
     }
 )
+OUTPUT_GATES = dict.fromkeys(("silu", "swish"))
+"""What Qwen3.6 calls the gate of layers that recur, which is silu whatever the field says in
+transformers."""
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """Parameters of positions in two dimensions: those of text are equal in both, and so plain."""
 
@@ -96,6 +99,7 @@ def _hybrid(fields: Fields, width: int | None = None) -> dict[str, Any]:
     delta = delta_kind(fields, DeltaKind(16, 32, 128, 128))
     if not fields.take("attn_output_gate", "flag", True):
         fields.refuse("attn_output_gate", "only gated attention is built")
+    fields.choice("output_gate_type", OUTPUT_GATES, "silu")
     return {
         **config,
         **attention_bias(fields),
