@@ -376,6 +376,23 @@ def test_a_text_model_that_transformers_took_out_of_a_full_one_is_read(case, tmp
     assert tensors(tmp_path / "ours").keys() == text.keys()
 
 
+def test_text_config_alone_beside_all_tensors_of_a_full_model_is_read(case, tmp_path):
+    """As by transformers, which ignores those of images; an export keeps them."""
+    if not case.model.config.recurs:
+        return
+    full = json.loads((case.folder / "config.json").read_text())
+    fields = {**full["text_config"], "architectures": full["architectures"]}
+    shutil.copytree(case.folder, tmp_path / "base")
+    (tmp_path / "base/config.json").write_text(json.dumps(fields))
+    model, params = jaxgrpo.load_model(tmp_path / "base")
+    assert not model.config.text_only
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, params, case.params)))
+    jaxgrpo.save_model(model, params, tmp_path / "ours", base=tmp_path / "base")
+    ours, theirs = tensors(tmp_path / "ours"), tensors(case.folder)
+    assert ours.keys() == theirs.keys()
+    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_tensors_that_transformers_ignores_are_carried(tmp_path, monkeypatch):
     """As those of layers that predict further tokens: by a list of the family, or as numbered
     behind the model's layers."""

@@ -50,6 +50,16 @@ HARMLESS = (
 """Fields beside text_config that do not change what the model computes of text."""
 
 
+def full_architecture(model_type: str) -> str | None:
+    """The class that a text model's folder may name where its config.json was made of text_config.
+
+    >>> full_architecture("qwen3_5_text")
+    'Qwen3_5ForConditionalGeneration'
+    """
+    wrapper = WRAPPERS.get(model_type.removesuffix("_text"))
+    return wrapper and wrapper.architecture
+
+
 def is_wrapped(config_json: Mapping[str, Any]) -> bool:
     return isinstance(config_json.get(TEXT), dict)
 

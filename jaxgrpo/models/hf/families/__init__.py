@@ -152,7 +152,9 @@ def model_config(
     fields = Fields(text, ignored=ignored)
     architectures = fields.take("architectures", "texts", [family.architecture])
     # Early folders of ERNIE 4.5 have Ernie4_5_ForCausalLM.
-    if [name.replace("_", "") for name in architectures] != [family.architecture.replace("_", "")]:
+    names = (family.architecture, wrapped.full_architecture(family.model_type))
+    plain = [name.replace("_", "") for name in architectures]
+    if plain not in [[name.replace("_", "")] for name in names if name]:
         fields.refuse("architectures", f"only {family.architecture} is built")
     model_fields = family.read(fields)
     fields.refuse_unread(family.harmless)

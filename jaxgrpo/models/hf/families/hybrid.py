@@ -119,7 +119,7 @@ QWEN3_5 = Family(
     fused=FUSED,
     # what states are held in, here always float32; layers that guess further tokens
     harmless=("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
-    carried=("mtp.",),
+    carried=("mtp.", "model.visual."),
 )
 
 
@@ -170,6 +170,7 @@ QWEN3_NEXT = QWEN3_5_MOE._replace(
     read=_qwen3_next,
     fused={**_BY_HEAD, "linear_attn.conv1d": FUSED["linear_attn.conv1d"]},
     by_head=(*_BY_HEAD,),
+    carried=("mtp.",),
 )
 
 
