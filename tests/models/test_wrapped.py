@@ -298,6 +298,14 @@ def test_what_is_not_built_is_refused_by_name(changes, text, problem):
         families.model_config(fields, "a test", text_only=True)
 
 
+def test_a_wrapper_that_is_not_read_is_refused_at_once():
+    """Not first for want of a key, and then for good."""
+    fields = json.loads(config_with_images("gemma3", True).to_json_string())
+    with pytest.raises(InputError, match="text models are read from gemma3, ") as caught:
+        families.model_config({**fields, "model_type": "llava"}, "a test")
+    assert "text_only" not in str(caught.value)
+
+
 def test_the_config_of_gemma_3_4b_is_complete():
     """It leaves out what transformers assumes. Read off the published file."""
     text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}

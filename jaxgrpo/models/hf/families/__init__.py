@@ -143,7 +143,7 @@ def model_config(
             f'"{family.model_type}": take the folder or the family that fits the other'
         )
     is_wrapped = wrapped.is_wrapped(config_json)
-    if is_wrapped and not text_only:
+    if is_wrapped and not text_only and config_json.get("model_type") in wrapped.WRAPPERS:
         raise InputError(
             f"{source}: model_type = {config_json.get('model_type')!r} has a {family.model_type} "
             "under text_config, and reads more than text: set model.text_only = true to train its "
