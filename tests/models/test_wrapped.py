@@ -233,6 +233,29 @@ def test_adapters_have_the_names_that_peft_gives_them(case, is_text, tmp_path):
     assert tensors(tmp_path / "merged").keys() == tensors(case.folder).keys()
 
 
+@FEW
+def test_adapters_of_the_text_alone_are_read(case, tmp_path):
+    """As PEFT names them over AutoModelForCausalLM, which takes the text out of a Qwen3.5; a rank
+    may be said of a module's whole name."""
+    text = json.loads((case.folder / "config.json").read_text())["text_config"]
+    architecture = families.FAMILIES[text["model_type"]].architecture
+    config = families.model_config({**text, "architectures": [architecture]}, "a test")
+    settings = LoraConfig(rank=2, alpha=4.0, targets="attention/(query|out)")
+    plain = decoder.build(dataclasses.replace(config, lora=settings))
+    adapter = jax.tree.map(lambda leaf: leaf + 0.2, lora.init(plain, jax.random.key(0)))
+    adapters.save(plain, adapter, tmp_path / "plain")
+    loaded = jaxgrpo.load_model(case.folder, text_only=True, adapter=tmp_path / "plain")
+    read = lora.split(loaded[1])[0]
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, read, adapter)))
+    file = tmp_path / "plain/adapter_config.json"
+    fields = json.loads(file.read_text()) | {"target_modules": r"model\.layers\.\d+\.\w+\.q_proj"}
+    for start in ("model", r"model\.language_model", r"language_model\.model"):
+        pattern = {rf"{start}\.layers\.\d+\.self_attn\.q_proj": 3}
+        file.write_text(json.dumps(fields | {"rank_pattern": pattern}))
+        read = adapters.read_config(tmp_path / "plain", case.model.config)
+        assert (read.targets, read.ranks) == ("attention/query", (("attention/query", 3, 4.0),))
+
+
 @pytest.mark.full
 @FEW
 def test_peft_finds_the_full_model_of_an_adapter_and_adapts_its_text(case, tmp_path):

@@ -203,8 +203,9 @@ def _parts(
     refuse_all("PEFT has no such adapters:", _fusion_problems(config, family))
     shapes, _ = lora.split(model.shapes)
     entries = mapping.entries(model._replace(shapes=shapes), family)
-    # Of a wrapped model PEFT writes what its modules are called, today or before 4.52.
-    spellings = wrapped.SPELLINGS if config.text_only else (wrapped.Spelling(),)
+    # Of a wrapped model PEFT writes what its modules are called, today or before 4.52, or those of
+    # its text alone.
+    spellings = wrapped.OF_MODULES if config.text_only else (wrapped.Spelling(),)
     first = entries[0][0].name
     read = (spelling for spelling in spellings if PREFIX + spelling.name(first) in files)
     spelling = next(read, spellings[0])

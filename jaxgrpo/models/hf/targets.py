@@ -115,7 +115,7 @@ def _names(
 
 def _spelled(in_wrapper: bool, name: str) -> list[str]:
     """A module's name, and in a wrapped model the ways in which it is written."""
-    spellings = wrapped.SPELLINGS if in_wrapper else (wrapped.Spelling(),)
+    spellings = wrapped.OF_MODULES if in_wrapper else (wrapped.Spelling(),)
     return [spelling.name(name) for spelling in spellings]
 
 
@@ -199,8 +199,7 @@ def with_ranks(
     ranks = []
     for hf_module, maps in hf_modules(families.find_family(base.family)).items():
         layers = [i for i, kind in enumerate(base.kinds) if kind.has(maps[0])]
-        full = [f"model.layers.{i}.{hf_module}" for i in layers]
-        full = [spelled for name in full for spelled in _spelled(base.text_only, name)]
+        full = [_spelled(base.text_only, f"model.layers.{i}.{hf_module}") for i in layers]
         pairs = {
             (_looked_up(patterns[0], n, rank), _looked_up(patterns[1], n, alpha)) for n in full
         }
@@ -214,11 +213,15 @@ def with_ranks(
     return dataclasses.replace(settings, ranks=tuple(ranks))
 
 
-def _looked_up(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
-    """PEFT's rule: the first pattern that the end of a name matches, of a parameter or a module."""
+def _looked_up(patterns: Mapping[str, Any], names: Sequence[str], default: Any) -> Any:
+    """PEFT's rule: the first pattern that the end of a name matches, of a parameter or a module.
+
+    Args:
+      names: of one module, in each way in which it is written.
+    """
     for pattern, value in patterns.items():
         ends = rf"(.*\.)?({pattern})$"
-        for full in (name, f"{name}.weight"):
+        for full in (*names, *(f"{name}.weight" for name in names)):
             if _within(lambda full=full, ends=ends: re.match(ends, full), pattern, full):
                 return value
     return default

@@ -113,6 +113,9 @@ SPELLINGS = (
     Spelling("language_model.model.", "language_model."),  # before 4.52, and on the hub
 )
 """Of wrapped models."""
+OF_MODULES = (*SPELLINGS, Spelling())
+"""How adapters of wrapped models name modules: the last as those of the text alone, which is what
+AutoModelForCausalLM of transformers takes out of a Qwen3.5."""
 
 
 class Stored(NamedTuple):
