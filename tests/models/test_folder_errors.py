@@ -16,7 +16,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.models.api import AttentionKind, LayerKind, ModelConfig, Rope
 from jaxgrpo.models.decoder import build
 from jaxgrpo.models.hf.families import find_family
-from jaxgrpo.models.hf.folders import read_config, read_params, save_model
+from jaxgrpo.models.hf.folders import read_config, read_params, read_tokenizer, save_model
 
 pytestmark = pytest.mark.fault(20)
 
@@ -212,6 +212,38 @@ def test_pickles_damaged_files_and_missing_shards_are_refused(copy):
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(InputError, match=r"lists model-00001-of-00001\.safetensors, not in the"):
+        read_params(folder, model)
+
+
+def test_pointers_of_git_lfs_are_told_from_damaged_files(copy):
+    """As they lie in a repository that was cloned without it."""
+    folder = copy()
+    model = build(read_config(folder))
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+    for name, read in (
+        ("model.safetensors", lambda: read_params(folder, model)),
+        ("tokenizer.json", lambda: read_tokenizer(folder)),
+    ):
+        (folder / name).write_bytes(pointer)
+        with pytest.raises(InputError, match=rf"{name} is a pointer of Git LFS .*git lfs pull"):
+            read()
+
+
+def test_a_folder_without_safetensors_says_what_it_has_in_their_place(copy):
+    folder = copy()
+    model = build(read_config(folder))
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"no model\.safetensors\.index\.json: give a .* weights$"):
+        read_params(folder, model)
+    snapshot = folder.parent / "snapshots/0"  # of the hub's cache, where no other weights are
+    shutil.copytree(folder, snapshot)
+    with pytest.raises(InputError, match=r"and no pickles\): .*GGUF files of the hub are not fetched"):
+        read_params(snapshot, model)
+    (snapshot / "pytorch_model.bin.index.json").write_text("{}")
+    with pytest.raises(InputError, match=r"only as pytorch_model\.bin, a pickle"):
+        read_params(snapshot, model)
+    (folder / "m.gguf").touch()
+    with pytest.raises(InputError, match=r"jaxgrpo import \S+m\.gguf OUT writes one"):
         read_params(folder, model)
 
 

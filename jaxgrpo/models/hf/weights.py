@@ -27,13 +27,12 @@ from safetensors.numpy import save_file
 from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.core.types import Params
 from jaxgrpo.data import sources
-from jaxgrpo.models.hf import equal_parts, fp8, mapping, mxfp4
+from jaxgrpo.models.hf import absent, equal_parts, fp8, mapping, mxfp4
 from jaxgrpo.models.hf.mapping import Box, Entry
 from jaxgrpo.models.sharding import to_host
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
@@ -74,6 +73,7 @@ def opened(folder: Path, file: str | None = None) -> Iterator[dict[str, Any]]:
         for path in [folder / file] if file else weight_files(folder):
             problem = f"{path} is no readable safetensors file ({{reason}}): fetch it again"
             with refusing(problem, SafetensorError, OSError):
+                absent.refuse_pointers([path])
                 shard = stack.enter_context(safe_open(path, framework="numpy"))
             names = [name for name in shard.keys() if not name.endswith(COMPUTED)]  # noqa: SIM118
             files.update(dict.fromkeys(names, shard))
@@ -117,13 +117,7 @@ def weight_files(folder: Path) -> list[Path]:
                 f"{index} lists {', '.join(missing)}, not in the folder: complete the copy"
             )
         return [folder / name for name in names]
-    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
-    if pickles:
-        raise InputError(
-            f"{folder} has weights only as {pickles[0]}, a pickle, which can run any code and is "
-            "not read: convert it to safetensors (save_pretrained of transformers writes them)"
-        )
-    raise InputError(f"{folder} has no {SINGLE} and no {INDEX}: give a folder with weights")
+    raise absent.no_weights(folder, f"{SINGLE} and no {INDEX}")
 
 
 def check(
