@@ -96,6 +96,13 @@ def test_a_config_that_asks_for_what_is_not_built_is_refused_by_field(copy, fiel
         read_config(copy(**{field: value}))
 
 
+def test_weights_of_mlx_in_few_bits_are_refused_with_the_way_to_plain_ones(copy):
+    bits = {"group_size": 64, "bits": 4}
+    with pytest.raises(InputError, match=r"quantization = .*take the plain checkpoint") as caught:
+        read_config(copy(quantization=bits, quantization_config=bits))
+    assert "model.ignore" not in str(caught.value)
+
+
 def test_a_family_that_is_not_built_is_refused_with_the_nearest(copy):
     with pytest.raises(InputError, match="'lfm2' is not built: it needs layers of short conv"):
         find_family("lfm2")
