@@ -250,6 +250,8 @@ def test_an_adapter_is_no_model_and_is_not_read_from_a_pickle(tmp_path):
     adapter = written(tmp_path / "adapter")
     with pytest.raises(InputError, match=r"this is an adapter: name it by lora\.path"):
         folders.read_config(adapter)
+    with pytest.raises(InputError, match=r"owner/name/adapter_config\.json does .*hf download"):
+        adapters.read_config(tmp_path / "owner/name", tiny.UNIFORM)
     (adapter / "adapter_model.bin").write_bytes(b"x")
     with pytest.raises(InputError, match=r"only as adapter_model\.bin, a pickle, .*safetensors"):
         adapters.read_config(adapter, tiny.UNIFORM)

@@ -78,7 +78,11 @@ def read_config(path: str | os.PathLike[str], base: ModelConfig) -> LoraConfig:
     """
     source = storage.local(path, "lora.path") / CONFIG
     if not source.is_file():
-        raise InputError(f"{source} does not exist: give the folder of an adapter that PEFT wrote")
+        of_hub = "; of the hub none is fetched: `hf download NAME --local-dir DIR`, and give DIR"
+        raise InputError(
+            f"{source} does not exist: give the folder of an adapter that PEFT wrote"
+            + of_hub * (not source.parent.is_dir())
+        )
     if not weights_file(path).is_file() and (source.parent / PICKLE).is_file():
         raise InputError(
             f"{source.parent} has its adapter only as {PICKLE}, a pickle, which can run any code "
