@@ -206,6 +206,12 @@ def test_a_tied_checkpoint_may_repeat_its_embedding_but_not_contradict_it(copy):
         spoiled(folder, contradict)()
 
 
+def test_a_missing_head_is_named_with_the_field_that_ties_it(copy):
+    folder = copy("tied", tie_word_embeddings=False)
+    with pytest.raises(InputError, match=r"missing: lm_head\.weight: .*tie_word_embeddings true if"):
+        read_params(folder, build(read_config(folder)))
+
+
 def test_pickles_damaged_files_and_missing_shards_are_refused(copy):
     folder = copy()
     model = build(read_config(folder))

@@ -148,10 +148,12 @@ def check(
     odd = {"missing": expected.keys() - present, "unknown": present - expected.keys()}
     problems = [f"{kind}: {listed(names)}" for kind, names in odd.items() if names]
     if problems:
+        is_head = len(odd["missing"]) == 1 and max(odd["missing"]).endswith("lm_head.weight")
+        tied = ", with tie_word_embeddings true if the head is the embedding" * is_head
         raise InputError(
             f"{folder}: the tensors are not those that {config_file} describes; "
             + "; ".join(problems)
-            + f": copy the folder again, or put the {config_file} of these weights beside them"
+            + f": copy the folder again, or put the {config_file} of these weights beside them{tied}"
         )
     for entry in expected.values():
         stored = _stored(folder, files, entry.name)
