@@ -349,9 +349,9 @@ def test_the_config_of_gemma_3_4b_is_complete():
     assert "dtype" not in written["text_config"]
 
 
-def test_the_config_of_qwen3_6_27b_is_complete():
+def test_the_config_of_qwen3_8_27b_is_complete():
     """It names the gate of layers that recur, and says twice what share of a head turns. Read off
-    the published file."""
+    what a program writes that is compared with the published file."""
     heads = {"num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256}
     linear = {"linear_conv_kernel_dim": 4, "linear_num_key_heads": 16, "linear_key_head_dim": 128}
     linear |= {"linear_num_value_heads": 48, "linear_value_head_dim": 128}
@@ -374,7 +374,7 @@ def test_the_config_of_qwen3_6_27b_is_complete():
         **{"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"},
         **{"image_token_id": 248_056, "video_token_id": 248_057, "tie_word_embeddings": False},
         **{"vision_start_token_id": 248_053, "vision_end_token_id": 248_054},
-        **{"text_config": text, "vision_config": {"depth": 27}},
+        **{"language_model_only": False, "text_config": text, "vision_config": {"depth": 27}},
     }
     config = families.model_config(fields, "a test", text_only=True)
     assert (config.num_layers, config.num_heads, config.tie_embeddings) == (64, 24, False)

@@ -43,7 +43,7 @@ FUSED = MappingProxyType(
     }
 )
 OUTPUT_GATES = dict.fromkeys(("silu", "swish"))
-"""What Qwen3.6 calls the gate of layers that recur, which is silu whatever the field says in
+"""What Qwen3.8 calls the gate of layers that recur, which is silu whatever the field says in
 transformers."""
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """Parameters of positions in two dimensions: those of text are equal in both, and so plain."""
