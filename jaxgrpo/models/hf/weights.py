@@ -100,8 +100,12 @@ def has_tensor(folder: Path, ending: str, carried: tuple[str, ...] = ()) -> bool
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether any weights are in a folder; an index alone has none."""
-    return any(folder.glob(sources.WEIGHTS))
+    """Whether weights are in a folder: not an index alone, nor a part of a snapshot of the hub."""
+    if not absent.is_of_hub(folder):
+        return any(folder.glob(sources.WEIGHTS))
+    with contextlib.suppress(InputError):
+        return bool(weight_files(folder))
+    return False
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -149,11 +153,11 @@ def check(
     problems = [f"{kind}: {listed(names)}" for kind, names in odd.items() if names]
     if problems:
         is_head = len(odd["missing"]) == 1 and max(odd["missing"]).endswith("lm_head.weight")
-        tied = ", with tie_word_embeddings true if the head is the embedding" * is_head
         raise InputError(
             f"{folder}: the tensors are not those that {config_file} describes; "
             + "; ".join(problems)
-            + f": copy the folder again, or put the {config_file} of these weights beside them{tied}"
+            + f": copy the folder again, or put the {config_file} of these weights beside them"
+            + ", with tie_word_embeddings true if the head is the embedding" * is_head
         )
     for entry in expected.values():
         stored = _stored(folder, files, entry.name)
