@@ -357,25 +357,27 @@ def test_the_config_of_qwen3_8_27b_is_complete():
     linear |= {"linear_num_value_heads": 48, "linear_value_head_dim": 128}
     rope = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default"}
     rope |= {"partial_rotary_factor": 0.25, "rope_theta": 10_000_000}
-    text = {
-        **{"model_type": "qwen3_5_text", "dtype": "bfloat16", "vocab_size": 248_320},
-        **{"hidden_size": 5120, "intermediate_size": 17_408, "num_hidden_layers": 64},
-        **{"attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True},
-        **{"full_attention_interval": 4, "hidden_act": "silu", "initializer_range": 0.02},
-        **{"layer_types": [*["linear_attention"] * 3, FULL] * 16, "mamba_ssm_dtype": "float32"},
-        **{"max_position_embeddings": 262_144, "mtp_num_hidden_layers": 1, "rms_norm_eps": 1e-6},
-        **{"mtp_use_dedicated_embeddings": False, "output_gate_type": "swish", "use_cache": True},
-        **{"bos_token_id": 248_044, "eos_token_id": 248_044, "pad_token_id": None},
-        **{"partial_rotary_factor": 0.25, "rope_parameters": rope, "tie_word_embeddings": False},
-        **heads,
-        **linear,
+    text: dict[str, Any] = {
+        "model_type": "qwen3_5_text",
+        "dtype": "bfloat16",
+        "vocab_size": 248_320,
     }
-    fields = {
-        **{"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"},
-        **{"image_token_id": 248_056, "video_token_id": 248_057, "tie_word_embeddings": False},
-        **{"vision_start_token_id": 248_053, "vision_end_token_id": 248_054},
-        **{"language_model_only": False, "text_config": text, "vision_config": {"depth": 27}},
+    text |= {"hidden_size": 5120, "intermediate_size": 17_408, "num_hidden_layers": 64}
+    text |= {"attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True}
+    text |= {"full_attention_interval": 4, "hidden_act": "silu", "initializer_range": 0.02}
+    text |= {"layer_types": [*["linear_attention"] * 3, FULL] * 16, "mamba_ssm_dtype": "float32"}
+    text |= {"max_position_embeddings": 262_144, "mtp_num_hidden_layers": 1, "rms_norm_eps": 1e-6}
+    text |= {"mtp_use_dedicated_embeddings": False, "output_gate_type": "swish", "use_cache": True}
+    text |= {"bos_token_id": 248_044, "eos_token_id": 248_044, "pad_token_id": None}
+    text |= {"partial_rotary_factor": 0.25, "rope_parameters": rope, "tie_word_embeddings": False}
+    text |= heads | linear
+    fields: dict[str, Any] = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
     }
+    fields |= {"image_token_id": 248_056, "video_token_id": 248_057, "tie_word_embeddings": False}
+    fields |= {"vision_start_token_id": 248_053, "vision_end_token_id": 248_054}
+    fields |= {"language_model_only": False, "text_config": text, "vision_config": {"depth": 27}}
     config = families.model_config(fields, "a test", text_only=True)
     assert (config.num_layers, config.num_heads, config.tie_embeddings) == (64, 24, False)
     text["output_gate_type"] = "sigmoid"
