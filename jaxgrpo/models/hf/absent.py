@@ -1,7 +1,7 @@
-"""What a model folder has in the place of its weights or its tokenizer, and what to do then.
+"""What a model folder has instead of its weights or its tokenizer, and what to do then.
 
 A repository that was cloned without Git LFS has small pointers under the names of its large files;
-some models are published as pickles or GGUF alone. Each is told by its name, with the way to a
+some models are published as pickles or GGUF alone. Messages name what there is, with the way to a
 folder that is read.
 """
 
