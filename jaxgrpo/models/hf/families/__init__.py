@@ -60,6 +60,7 @@ LACKING = {
     **dict.fromkeys(("nemotron_h", "falcon_h1", "bamba"), "layers of Mamba-2"),
     "gemma4_text": "heads of two sizes, embeddings for each layer and caches of other layers",
     "kimi_linear": "a decay for each channel",
+    "qwen4_exp_text": "attention to chosen tokens, gated residuals and embeddings of n-grams",
     **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), "attention to chosen tokens"),
 }
 """model_type -> what it needs and no kind of layer has."""
