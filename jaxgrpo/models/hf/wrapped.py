@@ -57,7 +57,7 @@ def full_architecture(model_type: str) -> str | None:
     'Qwen3_5ForConditionalGeneration'
     """
     wrapper = WRAPPERS.get(model_type.removesuffix("_text"))
-    return wrapper and wrapper.architecture
+    return None if wrapper is None else wrapper.architecture
 
 
 def is_wrapped(config_json: Mapping[str, Any]) -> bool:
