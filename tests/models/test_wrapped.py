@@ -321,6 +321,16 @@ def test_what_is_not_built_is_refused_by_name(changes, text, problem):
         families.model_config(fields, "a test", text_only=True)
 
 
+def test_a_field_of_the_text_may_stand_beside_text_config_too():
+    """As some programs write it; with another value it is not known which one counts."""
+    fields = json.loads(config_with_images("gemma3", True).to_json_string())
+    size = fields["text_config"]["hidden_size"]
+    config = families.model_config({**fields, "hidden_size": size}, "a test", text_only=True)
+    assert config.hidden_size == size
+    with pytest.raises(InputError, match=f"hidden_size = {size + 1}: not built"):
+        families.model_config({**fields, "hidden_size": size + 1}, "a test", text_only=True)
+
+
 def test_a_wrapper_that_is_not_read_is_refused_at_once():
     """Not first for want of a key, and then for good."""
     fields = json.loads(config_with_images("gemma3", True).to_json_string())

@@ -89,7 +89,9 @@ def problems(config_json: Mapping[str, Any], ignored: Collection[str]) -> list[s
     architectures = fields.take("architectures", "texts", [wrapper.architecture])
     if architectures != [wrapper.architecture]:
         fields.refuse("architectures", f"only {wrapper.architecture} is built")
-    fields.refuse_unread(HARMLESS)
+    text = text_fields(config_json)
+    repeated = [name for name, value in config_json.items() if text.get(name) == value]
+    fields.refuse_unread((*HARMLESS, *repeated))
     return fields.problems
 
 
