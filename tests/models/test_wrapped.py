@@ -321,6 +321,19 @@ def test_what_is_not_built_is_refused_by_name(changes, text, problem):
         families.model_config(fields, "a test", text_only=True)
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("named", [True, False])
+def test_text_config_need_not_name_the_model_of_the_text(kind, named):
+    """transformers takes that of the class, also where text_config names the class's."""
+    fields = json.loads(config_with_images(kind, False).to_json_string())
+    text_type = fields["text_config"].pop("model_type")
+    fields["text_config"] |= {"model_type": kind} if named else {}
+    config = families.model_config(fields, "a test", text_only=True)
+    assert config.family == text_type
+    written = families.config_fields(config, "float32")
+    assert written["text_config"]["model_type"] == text_type
+
+
 def test_a_field_of_the_text_may_stand_beside_text_config_too():
     """As some programs write it; with another value it is not known which one counts."""
     fields = json.loads(config_with_images("gemma3", True).to_json_string())

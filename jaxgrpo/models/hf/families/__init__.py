@@ -197,7 +197,8 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
     if wrapped.is_wrapped(config_json):
         text = config_json[wrapped.TEXT]
         text |= {name: dtype for name in ("dtype", "torch_dtype") if text.get(name) is not None}
-    text |= {**rope.older_fields(text), "model_type": family.model_type}  # and of no alias
+    text["model_type"] = family.model_type  # and of no alias
+    text |= rope.older_fields(text)
     # What is quantised is written in bfloat16, and code that comes with a checkpoint is not copied.
     for name in ("quantization_config", "auto_map"):
         config_json.pop(name, None)
