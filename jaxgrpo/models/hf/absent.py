@@ -66,7 +66,8 @@ def no_weights(folder: Path, expected: str) -> InputError:
             "run any code and is not read: convert it to safetensors (save_pretrained of "
             "transformers writes them)"
         )
-    alone = " (of the hub safetensors alone are fetched, and no pickles)" * is_of_hub(folder)
+    hub = " (of the hub safetensors alone are fetched, no pickles, and nothing without a network)"
+    where = hub if is_of_hub(folder) else ""
     return InputError(
-        f"{folder} has no {expected}{alone}: give a folder with weights{gguf_remedy(folder)}"
+        f"{folder} has no {expected}{where}: give a folder with weights{gguf_remedy(folder)}"
     )
