@@ -19,7 +19,7 @@ from jaxgrpo.core.errors import InputError, refuse_all
 from jaxgrpo.core.types import GENERATOR, WEIGHTS, Learner, Params
 from jaxgrpo.models import decoder, lora, sequences, sharding
 from jaxgrpo.models.api import Model, ModelConfig, in_dtype
-from jaxgrpo.models.hf import adapters, families, folders
+from jaxgrpo.models.hf import adapters, families, folders, texts
 from jaxgrpo.models.hf.families import Family
 from jaxgrpo.models.hf.weights import IN_A_COPY
 from jaxgrpo.rollout.engine import SEGMENT, SEGMENT_OF_TURNS, SamplingSettings
@@ -124,6 +124,7 @@ def find_model(
     """
     folder, stored = find_config(keys, fetch_weights)
     folders.refuse_adapter(folder, lora_keys.path)
+    texts.refuse_unreadable(folder)
     check_length(rollout, keys.path, stored)
     tokenizer, size = folders.read_tokenizer(folder), stored.vocab_size
     ends = folders.read_end_tokens(folder, tokenizer, size)

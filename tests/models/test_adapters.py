@@ -29,7 +29,10 @@ REAL = BATCH[1].astype(bool)
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "llama": {"target_modules": "all-linear", "use_rslora": True},
-    "qwen2": {"target_modules": ["q_proj", "v_proj", "down_proj"]},
+    "qwen2": {
+        "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"],
+        "exclude_modules": ["o_proj"],
+    },
     "gemma3_text": {"target_modules": r".*\.(o_proj|gate_proj|k_proj)"},
     "qwen3_5_text": {"target_modules": "all-linear"},
     "qwen3_next": {"target_modules": ["q_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"]},
@@ -152,6 +155,21 @@ def test_what_peft_writes_by_default_is_read(tmp_path):
     assert LoraConfig(rank=1, alpha=1.0, targets=everything).modules == LINEAR[:7]
 
 
+@pytest.mark.parametrize("excluded", [["o_proj", "lm_head"], r".*(\.o_proj|lm_head|visual.*)"])
+def test_modules_that_peft_leaves_out_have_no_adapter(excluded, tmp_path):
+    """Those of images, mostly, beside a text model's."""
+    folder = written(
+        tmp_path, target_modules=r".*(q_proj|o_proj|lm_head)", exclude_modules=excluded
+    )
+    assert adapters.read_config(folder, tiny.UNIFORM).targets == "attention/query"
+    some = written(tmp_path, exclude_modules=["model.layers.1.self_attn.q_proj"])
+    with pytest.raises(InputError, match=r"q_proj in layers \[0.*\] only: adapt all"):
+        adapters.read_config(some, tiny.UNIFORM)
+    odd = written(tmp_path, exclude_modules=[1])
+    with pytest.raises(InputError, match=r"exclude_modules = \[1\]: expected a text or a list"):
+        adapters.read_config(odd, tiny.UNIFORM)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -250,6 +268,8 @@ def test_an_adapter_is_no_model_and_is_not_read_from_a_pickle(tmp_path):
     adapter = written(tmp_path / "adapter")
     with pytest.raises(InputError, match=r"this is an adapter: name it by lora\.path"):
         folders.read_config(adapter)
+    with pytest.raises(InputError, match=r"owner/name/adapter_config\.json does .*hf download"):
+        adapters.read_config(tmp_path / "owner/name", tiny.UNIFORM)
     (adapter / "adapter_model.bin").write_bytes(b"x")
     with pytest.raises(InputError, match=r"only as adapter_model\.bin, a pickle, .*safetensors"):
         adapters.read_config(adapter, tiny.UNIFORM)

@@ -16,7 +16,8 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.models.api import AttentionKind, LayerKind, ModelConfig, Rope
 from jaxgrpo.models.decoder import build
 from jaxgrpo.models.hf.families import find_family
-from jaxgrpo.models.hf.folders import read_config, read_params, save_model
+from jaxgrpo.models.hf.folders import read_config, read_params, read_tokenizer, save_model
+from jaxgrpo.models.hf.weights import has_weights
 
 pytestmark = pytest.mark.fault(20)
 
@@ -94,6 +95,13 @@ def test_configs_of_transformers_4_and_5_say_the_same(copy):
 def test_a_config_that_asks_for_what_is_not_built_is_refused_by_field(copy, field, value):
     with pytest.raises(InputError, match=rf"config\.json is not .*\n  {field} = "):
         read_config(copy(**{field: value}))
+
+
+def test_weights_of_mlx_in_few_bits_are_refused_with_the_way_to_plain_ones(copy):
+    bits = {"group_size": 64, "bits": 4}
+    with pytest.raises(InputError, match=r"quantization = .*take the plain checkpoint") as caught:
+        read_config(copy(quantization=bits, quantization_config=bits))
+    assert "model.ignore" not in str(caught.value)
 
 
 def test_a_family_that_is_not_built_is_refused_with_the_nearest(copy):
@@ -199,6 +207,12 @@ def test_a_tied_checkpoint_may_repeat_its_embedding_but_not_contradict_it(copy):
         spoiled(folder, contradict)()
 
 
+def test_a_missing_head_is_named_with_the_field_that_ties_it(copy):
+    folder = copy("tied", tie_word_embeddings=False)
+    with pytest.raises(InputError, match=r"missing: lm_head\.weight: .*tie_word_embeddings true"):
+        read_params(folder, build(read_config(folder)))
+
+
 def test_pickles_damaged_files_and_missing_shards_are_refused(copy):
     folder = copy()
     model = build(read_config(folder))
@@ -213,6 +227,52 @@ def test_pickles_damaged_files_and_missing_shards_are_refused(copy):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(InputError, match=r"lists model-00001-of-00001\.safetensors, not in the"):
         read_params(folder, model)
+
+
+def test_pointers_of_git_lfs_are_told_from_damaged_files(copy):
+    """As they lie in a repository that was cloned without it."""
+    folder = copy()
+    model = build(read_config(folder))
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+    for name, read in (
+        ("model.safetensors", lambda: read_params(folder, model)),
+        ("tokenizer.json", lambda: read_tokenizer(folder)),
+    ):
+        (folder / name).write_bytes(pointer)
+        with pytest.raises(InputError, match=rf"{name} is a pointer of Git LFS .*git lfs pull"):
+            read()
+
+
+def test_a_folder_without_safetensors_says_what_it_has_in_their_place(copy):
+    folder = copy()
+    model = build(read_config(folder))
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"no model\.safetensors\.index\.json: give a .* weights$"):
+        read_params(folder, model)
+    snapshot = folder.parent / "snapshots/0"  # of the hub's cache, where no other weights are
+    shutil.copytree(folder, snapshot)
+    with pytest.raises(InputError, match=r"no pickles, and .*\): .*GGUF files of the hub are not"):
+        read_params(snapshot, model)
+    (snapshot / "pytorch_model.bin.index.json").write_text("{}")
+    with pytest.raises(InputError, match=r"only as pytorch_model\.bin, a pickle"):
+        read_params(snapshot, model)
+    (folder / "m.gguf").touch()
+    with pytest.raises(InputError, match=r"jaxgrpo import \S+m\.gguf OUT writes one"):
+        read_params(folder, model)
+
+
+def test_a_snapshot_of_the_hub_that_is_fetched_in_part_is_one_without_weights(tmp_path):
+    """As a fetch that was broken off leaves it: what reads no weights takes none for granted."""
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    index = {"weight_map": {"a": names[0], "b": names[1]}}
+    for folder in (tmp_path / "copy", tmp_path / "snapshots/0"):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert not has_weights(folder)
+        (folder / names[0]).touch()
+        assert has_weights(folder) == (folder.name == "copy")
+        (folder / names[1]).touch()
+        assert has_weights(folder)
 
 
 def test_an_adapter_beside_the_model_is_refused_unless_it_is_read_with_it(copy):

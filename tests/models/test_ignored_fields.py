@@ -62,6 +62,16 @@ def test_what_is_read_of_a_run_ignores_them(folder):
     )
 
 
+def test_a_file_that_the_export_could_not_read_is_refused_before_the_run(folder):
+    """transformers takes the last of two values without a word."""
+    (folder / "preprocessor_config.json").write_text('{"size": 1, "size": 2}')
+    lengths = ("rollout.max_prompt_tokens=8", "rollout.max_completion_tokens=8")
+    config = minimal_config.read(f"model.path={folder}", f"model.ignore={NAMES}", *lengths)
+    start = config.model, config.lora, config.rollout, config.train.remat
+    with pytest.raises(InputError, match=r"preprocessor_config\.json is not JSON .*twice"):
+        pretrained.find_model(*start, pretrained.make_mesh(config.mesh))
+
+
 def test_a_model_is_shown_with_fields_ignored(folder, capsys):
     options = [word for name in NAMES for word in ("--ignore", name)]
     assert main(["model", str(folder), *options]) == 0

@@ -233,6 +233,29 @@ def test_adapters_have_the_names_that_peft_gives_them(case, is_text, tmp_path):
     assert tensors(tmp_path / "merged").keys() == tensors(case.folder).keys()
 
 
+@FEW
+def test_adapters_of_the_text_alone_are_read(case, tmp_path):
+    """As PEFT names them over AutoModelForCausalLM, which takes the text out of a Qwen3.5; a rank
+    may be said of a module's whole name."""
+    text = json.loads((case.folder / "config.json").read_text())["text_config"]
+    architecture = families.FAMILIES[text["model_type"]].architecture
+    config = families.model_config({**text, "architectures": [architecture]}, "a test")
+    settings = LoraConfig(rank=2, alpha=4.0, targets="attention/(query|out)")
+    plain = decoder.build(dataclasses.replace(config, lora=settings))
+    adapter = jax.tree.map(lambda leaf: leaf + 0.2, lora.init(plain, jax.random.key(0)))
+    adapters.save(plain, adapter, tmp_path / "plain")
+    loaded = jaxgrpo.load_model(case.folder, text_only=True, adapter=tmp_path / "plain")
+    read = lora.split(loaded[1])[0]
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, read, adapter)))
+    file = tmp_path / "plain/adapter_config.json"
+    fields = json.loads(file.read_text()) | {"target_modules": r"model\.layers\.\d+\.\w+\.q_proj"}
+    for start in ("model", r"model\.language_model", r"language_model\.model"):
+        pattern = {rf"{start}\.layers\.\d+\.self_attn\.q_proj": 3}
+        file.write_text(json.dumps(fields | {"rank_pattern": pattern}))
+        read = adapters.read_config(tmp_path / "plain", case.model.config)
+        assert (read.targets, read.ranks) == ("attention/query", (("attention/query", 3, 4.0),))
+
+
 @pytest.mark.full
 @FEW
 def test_peft_finds_the_full_model_of_an_adapter_and_adapts_its_text(case, tmp_path):
@@ -298,6 +321,37 @@ def test_what_is_not_built_is_refused_by_name(changes, text, problem):
         families.model_config(fields, "a test", text_only=True)
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("named", [True, False])
+def test_text_config_need_not_name_the_model_of_the_text(kind, named):
+    """transformers takes that of the class, also where text_config names the class's."""
+    fields = json.loads(config_with_images(kind, False).to_json_string())
+    text_type = fields["text_config"].pop("model_type")
+    fields["text_config"] |= {"model_type": kind} if named else {}
+    config = families.model_config(fields, "a test", text_only=True)
+    assert config.family == text_type
+    written = families.config_fields(config, "float32")
+    assert written["text_config"]["model_type"] == text_type
+
+
+def test_a_field_of_the_text_may_stand_beside_text_config_too():
+    """As some programs write it; with another value it is not known which one counts."""
+    fields = json.loads(config_with_images("gemma3", True).to_json_string())
+    size = fields["text_config"]["hidden_size"]
+    config = families.model_config({**fields, "hidden_size": size}, "a test", text_only=True)
+    assert config.hidden_size == size
+    with pytest.raises(InputError, match=f"hidden_size = {size + 1}: not built"):
+        families.model_config({**fields, "hidden_size": size + 1}, "a test", text_only=True)
+
+
+def test_a_wrapper_that_is_not_read_is_refused_at_once():
+    """Not first for want of a key, and then for good."""
+    fields = json.loads(config_with_images("gemma3", True).to_json_string())
+    with pytest.raises(InputError, match="text models are read from gemma3, ") as caught:
+        families.model_config({**fields, "model_type": "llava"}, "a test")
+    assert "text_only" not in str(caught.value)
+
+
 def test_the_config_of_gemma_3_4b_is_complete():
     """It leaves out what transformers assumes. Read off the published file."""
     text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
@@ -316,6 +370,42 @@ def test_the_config_of_gemma_3_4b_is_complete():
     written = families.config_fields(config, "float32")
     assert written["torch_dtype"] == "float32"
     assert "dtype" not in written["text_config"]
+
+
+def test_the_config_of_qwen3_8_27b_is_complete():
+    """It names the gate of layers that recur, and says twice what share of a head turns. Read off
+    what a program writes that is compared with the published file."""
+    heads = {"num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256}
+    linear = {"linear_conv_kernel_dim": 4, "linear_num_key_heads": 16, "linear_key_head_dim": 128}
+    linear |= {"linear_num_value_heads": 48, "linear_value_head_dim": 128}
+    rope = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default"}
+    rope |= {"partial_rotary_factor": 0.25, "rope_theta": 10_000_000}
+    text: dict[str, Any] = {
+        "model_type": "qwen3_5_text",
+        "dtype": "bfloat16",
+        "vocab_size": 248_320,
+    }
+    text |= {"hidden_size": 5120, "intermediate_size": 17_408, "num_hidden_layers": 64}
+    text |= {"attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True}
+    text |= {"full_attention_interval": 4, "hidden_act": "silu", "initializer_range": 0.02}
+    text |= {"layer_types": [*["linear_attention"] * 3, FULL] * 16, "mamba_ssm_dtype": "float32"}
+    text |= {"max_position_embeddings": 262_144, "mtp_num_hidden_layers": 1, "rms_norm_eps": 1e-6}
+    text |= {"mtp_use_dedicated_embeddings": False, "output_gate_type": "swish", "use_cache": True}
+    text |= {"bos_token_id": 248_044, "eos_token_id": 248_044, "pad_token_id": None}
+    text |= {"partial_rotary_factor": 0.25, "rope_parameters": rope, "tie_word_embeddings": False}
+    text |= heads | linear
+    fields: dict[str, Any] = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+    }
+    fields |= {"image_token_id": 248_056, "video_token_id": 248_057, "tie_word_embeddings": False}
+    fields |= {"vision_start_token_id": 248_053, "vision_end_token_id": 248_054}
+    fields |= {"language_model_only": False, "text_config": text, "vision_config": {"depth": 27}}
+    config = families.model_config(fields, "a test", text_only=True)
+    assert (config.num_layers, config.num_heads, config.tie_embeddings) == (64, 24, False)
+    text["output_gate_type"] = "sigmoid"
+    with pytest.raises(InputError, match="output_gate_type = 'sigmoid': known are silu, swish"):
+        families.model_config(fields, "a test", text_only=True)
 
 
 def test_a_folder_without_the_text_model_is_refused(case, tmp_path):
@@ -340,6 +430,23 @@ def test_a_text_model_that_transformers_took_out_of_a_full_one_is_read(case, tmp
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, params, case.params)))
     jaxgrpo.save_model(model, params, tmp_path / "ours", base=tmp_path / "base")
     assert tensors(tmp_path / "ours").keys() == text.keys()
+
+
+def test_text_config_alone_beside_all_tensors_of_a_full_model_is_read(case, tmp_path):
+    """As by transformers, which ignores those of images; an export keeps them."""
+    if not case.model.config.recurs:
+        return
+    full = json.loads((case.folder / "config.json").read_text())
+    fields = {**full["text_config"], "architectures": full["architectures"]}
+    shutil.copytree(case.folder, tmp_path / "base")
+    (tmp_path / "base/config.json").write_text(json.dumps(fields))
+    model, params = jaxgrpo.load_model(tmp_path / "base")
+    assert not model.config.text_only
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, params, case.params)))
+    jaxgrpo.save_model(model, params, tmp_path / "ours", base=tmp_path / "base")
+    ours, theirs = tensors(tmp_path / "ours"), tensors(case.folder)
+    assert ours.keys() == theirs.keys()
+    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_tensors_that_transformers_ignores_are_carried(tmp_path, monkeypatch):

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgrpo.core.errors import InputError, refuse_all, suggest
-from jaxgrpo.models.gguf.files import Gguf
+from jaxgrpo.core.errors import InputError, refuse_all
+from jaxgrpo.models.gguf.files import OTHERWISE, Gguf
 from jaxgrpo.models.hf.fields import ON, Fields
 from jaxgrpo.models.hf.rope import FULL, SLIDING
 
@@ -81,8 +81,8 @@ def find_architecture(gguf: Gguf) -> Architecture:
     name = gguf.architecture
     if name not in ARCHITECTURES:
         raise InputError(
-            f"{gguf.path}: general.architecture = {name!r} is not read: "
-            f"{suggest(name, ARCHITECTURES)}"
+            f"{gguf.path}: general.architecture = {name!r} is not read, known are "
+            f"{', '.join(sorted(ARCHITECTURES))}: {OTHERWISE}"
         )
     return ARCHITECTURES[name]
 

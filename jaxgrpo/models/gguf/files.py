@@ -19,6 +19,8 @@ import numpy as np
 from jaxgrpo.core.errors import InputError, refusing
 
 ENDING = ".gguf"
+OTHERWISE = "take the model's Hugging Face folder"
+"""What to do about a file of a kind that is not read."""
 _PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}

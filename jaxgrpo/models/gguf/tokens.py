@@ -11,8 +11,8 @@ import enum
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxgrpo.core.errors import InputError, refusing, suggest
-from jaxgrpo.models.gguf.files import Gguf
+from jaxgrpo.core.errors import InputError, refusing
+from jaxgrpo.models.gguf.files import OTHERWISE, Gguf
 
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
@@ -140,7 +140,8 @@ def _backend(gguf: Gguf, tokens: list[str]) -> Any:
     model = _setting(gguf, "model", None)
     if model not in MODELS:
         raise InputError(
-            f"{gguf.path}: tokenizer.ggml.model = {model!r} is not read: {suggest(model, MODELS)}"
+            f"{gguf.path}: tokenizer.ggml.model = {model!r} is not read, known are "
+            f"{', '.join(sorted(MODELS))}: {OTHERWISE}"
         )
     backend = MODELS[model](gguf, tokens)
     token_types = _setting(gguf, "token_type", [])
@@ -162,8 +163,8 @@ def _byte_level(gguf: Gguf, tokens: list[str]) -> Any:
     name = _setting(gguf, "pre", "qwen2" if gguf.architecture.startswith("qwen") else None)
     if name not in PRE_TOKENIZERS:
         raise InputError(
-            f"{gguf.path}: tokenizer.ggml.pre = {name!r} is not read: "
-            f"{suggest(name, PRE_TOKENIZERS)}"
+            f"{gguf.path}: tokenizer.ggml.pre = {name!r} is not read, known are "
+            f"{', '.join(sorted(PRE_TOKENIZERS))}: {OTHERWISE}"
         )
     kinds, last = _setting(gguf, "token_type", []), len(tokens)
     while last and kinds[last - 1] == Kind.UNUSED:  # up to a round size of the embedding

@@ -78,7 +78,11 @@ def read_config(path: str | os.PathLike[str], base: ModelConfig) -> LoraConfig:
     """
     source = storage.local(path, "lora.path") / CONFIG
     if not source.is_file():
-        raise InputError(f"{source} does not exist: give the folder of an adapter that PEFT wrote")
+        of_hub = "; of the hub none is fetched: `hf download NAME --local-dir DIR`, and give DIR"
+        raise InputError(
+            f"{source} does not exist: give the folder of an adapter that PEFT wrote"
+            + of_hub * (not source.parent.is_dir())
+        )
     if not weights_file(path).is_file() and (source.parent / PICKLE).is_file():
         raise InputError(
             f"{source.parent} has its adapter only as {PICKLE}, a pickle, which can run any code "
@@ -203,8 +207,9 @@ def _parts(
     refuse_all("PEFT has no such adapters:", _fusion_problems(config, family))
     shapes, _ = lora.split(model.shapes)
     entries = mapping.entries(model._replace(shapes=shapes), family)
-    # Of a wrapped model PEFT writes what its modules are called, today or before 4.52.
-    spellings = wrapped.SPELLINGS if config.text_only else (wrapped.Spelling(),)
+    # Of a wrapped model PEFT writes what its modules are called, today or before 4.52, or those of
+    # its text alone.
+    spellings = wrapped.OF_MODULES if config.text_only else (wrapped.Spelling(),)
     first = entries[0][0].name
     read = (spelling for spelling in spellings if PREFIX + spelling.name(first) in files)
     spelling = next(read, spellings[0])

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxgrpo.core.errors import refusing
 from jaxgrpo.models.api import EXPERT_MAPS
+from jaxgrpo.models.hf import absent
 
 SINGLE = re.compile(
     r"(?P<place>.*[.]experts)[.](?P<expert>\d+)[.](?P<module>\w+)[.](?P<half>lora_[AB][.]weight)"
@@ -34,8 +35,10 @@ def are_stored(file: Path) -> bool:
     if not file.is_file():
         return False
     problem = f"{file} is no readable safetensors file ({{reason}}): fetch it again"
-    with refusing(problem, SafetensorError, OSError), safe_open(file, framework="numpy") as stored:
-        return any(SINGLE.fullmatch(name) for name in stored.keys())  # noqa: SIM118
+    with refusing(problem, SafetensorError, OSError):
+        absent.refuse_pointers([file])
+        with safe_open(file, framework="numpy") as stored:
+            return any(SINGLE.fullmatch(name) for name in stored.keys())  # noqa: SIM118
 
 
 def joined(files: Mapping[str, Any], experts: Mapping[str, str]) -> Mapping[str, Any]:

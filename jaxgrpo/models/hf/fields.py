@@ -41,8 +41,10 @@ GENERAL = (
 """Fields that do not change what a model computes."""
 GENERAL_PREFIXES = ("_", "unsloth")
 
+_PLAIN = "only plain weights are read; take the plain checkpoint"
 REFUSED = {
-    "quantization_config": "only plain weights are read; take the plain checkpoint",
+    # by transformers, by MLX, and by compressed-tensors before it had the first
+    **dict.fromkeys(("quantization_config", "quantization", "compression_config"), _PLAIN),
     "use_bidirectional_attention": "a policy reads what is before a token only",
 }
 """Fields that must be off, and why."""

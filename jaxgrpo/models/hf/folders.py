@@ -31,7 +31,16 @@ from jaxgrpo.data import limits, sources, storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.models import decoder, lora
 from jaxgrpo.models.api import Model, ModelConfig, is_wide
-from jaxgrpo.models.hf import adapters, families, mapping, replacing, texts, weights, wrapped
+from jaxgrpo.models.hf import (
+    absent,
+    adapters,
+    families,
+    mapping,
+    replacing,
+    texts,
+    weights,
+    wrapped,
+)
 from jaxgrpo.models.hf.families import Family
 from jaxgrpo.models.hf.mapping import Entry
 from jaxgrpo.models.hf.weights import IN_A_COPY
@@ -79,8 +88,7 @@ def read_config(
     """
     source = find_folder(path) / "config.json"
     if not source.is_file():
-        ggufs = sorted(source.parent.glob("*.gguf"))
-        remedy = f"; jaxgrpo import {ggufs[0]} OUT writes one" if ggufs else ""
+        remedy = absent.gguf_remedy(source.parent)
         if (source.parent / adapters.CONFIG).is_file():
             remedy = "; this is an adapter: name it by lora.path, and its base by model.path"
         raise InputError(
@@ -119,6 +127,7 @@ def read_tokenizer(path: str | os.PathLike[str]) -> Any:
         AutoTokenizer.from_pretrained, folder, local_files_only=True, trust_remote_code=False
     )
     with refusing(problem):  # transformers, tokenizers and json raise many kinds
+        absent.refuse_pointers(folder / name for name in texts.TOKENIZER_FILES)
         try:
             _try_normalizer(folder / "tokenizer.json")
             tokenizer = limits.left_after(SECONDS, read)

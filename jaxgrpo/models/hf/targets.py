@@ -42,26 +42,22 @@ def adapted(
     """
     family = families.find_family(base.family, "target_modules")
     modules: Any = [] if target_modules is None and parameters else target_modules
-    is_list = isinstance(modules, list) and all(isinstance(name, str) for name in modules)
-    problem = pattern_problem(modules) if isinstance(modules, str) else None
-    if not (is_list or isinstance(modules, str)) or problem:
-        fields.refuse("target_modules", problem or "expected a text or a list of texts")
+    excluded: Any = fields.nullable("exclude_modules", "anything", None) or []
+    pairs = {"target_modules": modules, "exclude_modules": excluded}
+    are_right = [_are_targets(fields, name, value) for name, value in pairs.items()]
+    if not all(are_right):
         return ()
     names: list[str] = []
     for hf_module, maps in hf_modules(family).items():
         layers = [i for i, kind in enumerate(base.kinds) if kind.has(maps[0])]
 
-        def matched(name: str, hf_module: str = hf_module, layers: list[int] = layers) -> list[int]:
-            return [
-                i
-                for i in layers
-                if any(
-                    _names(full, name, family, modules, parameters, by_expert)
-                    for full in _spelled(base.text_only, f"model.layers.{i}.{hf_module}")
-                )
-            ]
+        def is_matched(i: int, name: str, hf_module: str = hf_module) -> bool:
+            spelled = _spelled(base.text_only, f"model.layers.{i}.{hf_module}")
+            return any(
+                _names(full, name, family, modules, parameters, by_expert) for full in spelled
+            ) and not any(_matches(excluded, full) for full in spelled)
 
-        by_map = {name: matched(name) for name in maps}
+        by_map = {name: [i for i in layers if is_matched(i, name)] for name in maps}
         some = [name for name in maps if by_map[name]]
         odd = next((by_map[name] for name in some if len(by_map[name]) < len(layers)), None)
         if odd is not None:
@@ -70,10 +66,20 @@ def adapted(
             fields.refuse("target_modules", f"has a part of {hf_module} only: adapt all of it")
         else:
             names += some
-    _refuse_unknown(modules, family, fields, parameters)
+    _refuse_unknown(modules, excluded, family, fields, parameters)
     if not names and not fields.problems:
         fields.refuse("target_modules", f"matches none of {', '.join(sorted(hf_modules(family)))}")
     return tuple(names)
+
+
+def _are_targets(fields: Fields, name: str, value: Any) -> bool:
+    """Whether a field has the form of target_modules; if not, that is a problem of `fields`."""
+    is_list = isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+    problem = pattern_problem(value) if isinstance(value, str) else None
+    if problem or not (is_list or isinstance(value, str)):
+        fields.refuse(name, problem or "expected a text or a list of texts")
+        return False
+    return True
 
 
 def hf_modules(family: Family) -> dict[str, list[str]]:
@@ -115,19 +121,24 @@ def _names(
 
 def _spelled(in_wrapper: bool, name: str) -> list[str]:
     """A module's name, and in a wrapped model the ways in which it is written."""
-    spellings = wrapped.SPELLINGS if in_wrapper else (wrapped.Spelling(),)
+    spellings = wrapped.OF_MODULES if in_wrapper else (wrapped.Spelling(),)
     return [spelling.name(name) for spelling in spellings]
 
 
 def _refuse_unknown(
-    target_modules: str | list[str], family: Family, fields: Fields, parameters: Sequence[str]
+    target_modules: str | list[str],
+    excluded: str | list[str],
+    family: Family,
+    fields: Fields,
+    parameters: Sequence[str],
 ) -> None:
     """A problem for each target that is a module or parameter of the model but none of LINEAR."""
     unadapted = sorted({hf for name, hf in family.modules.items() if name not in LINEAR})
     for hf_module in unadapted:
         full = f"model.layers.0.{hf_module}"
         in_modules = target_modules != ALL_LINEAR and any(
-            _matches(target_modules, name) for name in (hf_module, full)
+            _matches(target_modules, name) and not _matches(excluded, name)
+            for name in (hf_module, full)
         )
         if in_modules or _ends_so([*parameters], f"{full}.weight"):
             field = "target_modules" if in_modules else "target_parameters"
@@ -199,8 +210,7 @@ def with_ranks(
     ranks = []
     for hf_module, maps in hf_modules(families.find_family(base.family)).items():
         layers = [i for i, kind in enumerate(base.kinds) if kind.has(maps[0])]
-        full = [f"model.layers.{i}.{hf_module}" for i in layers]
-        full = [spelled for name in full for spelled in _spelled(base.text_only, name)]
+        full = [_spelled(base.text_only, f"model.layers.{i}.{hf_module}") for i in layers]
         pairs = {
             (_looked_up(patterns[0], n, rank), _looked_up(patterns[1], n, alpha)) for n in full
         }
@@ -214,11 +224,15 @@ def with_ranks(
     return dataclasses.replace(settings, ranks=tuple(ranks))
 
 
-def _looked_up(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
-    """PEFT's rule: the first pattern that the end of a name matches, of a parameter or a module."""
+def _looked_up(patterns: Mapping[str, Any], names: Sequence[str], default: Any) -> Any:
+    """PEFT's rule: the first pattern that the end of a name matches, of a parameter or a module.
+
+    Args:
+      names: of one module, in each way in which it is written.
+    """
     for pattern, value in patterns.items():
         ends = rf"(.*\.)?({pattern})$"
-        for full in (name, f"{name}.weight"):
+        for full in (*names, *(f"{name}.weight" for name in names)):
             if _within(lambda full=full, ends=ends: re.match(ends, full), pattern, full):
                 return value
     return default

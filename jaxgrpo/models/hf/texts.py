@@ -55,12 +55,26 @@ PROBES = (
 """Texts that common rules divide in different ways."""
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_CHANGED = "_config.json"
+"""The end of names of files that an export may change."""
 
 
 def text_files(folder: Path) -> list[Path]:
     """Those of TEXTS that a folder holds, and its named chat templates."""
     templates = sorted((folder / replacing.TEMPLATES).glob("*.jinja"))
     return [*(file for name in TEXTS if (file := folder / name).is_file()), *templates]
+
+
+def refuse_unreadable(folder: Path) -> None:
+    """Refuses a file that `write` reads of a base, before a run and not at its end.
+
+    Others read JSON less strictly: with a name that stands twice in an object, for example.
+
+    Raises: InputError with the first file that is not JSON.
+    """
+    for file in text_files(folder):
+        if file.name.endswith(_CHANGED):
+            _read(file)
 
 
 def processor_template(folder: Path) -> str | None:
@@ -159,7 +173,7 @@ def write(
         copy = folder / file.relative_to(base)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copy)
-        fields = _read(copy) if copy.name.endswith("_config.json") else {}
+        fields = _read(copy) if copy.name.endswith(_CHANGED) else {}
         if fields.pop("auto_map", None):
             _write(copy, fields)
     if _read(folder / CONFIG) != config:

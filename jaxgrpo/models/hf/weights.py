@@ -27,13 +27,12 @@ from safetensors.numpy import save_file
 from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.core.types import Params
 from jaxgrpo.data import sources
-from jaxgrpo.models.hf import equal_parts, fp8, mapping, mxfp4
+from jaxgrpo.models.hf import absent, equal_parts, fp8, mapping, mxfp4
 from jaxgrpo.models.hf.mapping import Box, Entry
 from jaxgrpo.models.sharding import to_host
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
@@ -74,6 +73,7 @@ def opened(folder: Path, file: str | None = None) -> Iterator[dict[str, Any]]:
         for path in [folder / file] if file else weight_files(folder):
             problem = f"{path} is no readable safetensors file ({{reason}}): fetch it again"
             with refusing(problem, SafetensorError, OSError):
+                absent.refuse_pointers([path])
                 shard = stack.enter_context(safe_open(path, framework="numpy"))
             names = [name for name in shard.keys() if not name.endswith(COMPUTED)]  # noqa: SIM118
             files.update(dict.fromkeys(names, shard))
@@ -100,8 +100,12 @@ def has_tensor(folder: Path, ending: str, carried: tuple[str, ...] = ()) -> bool
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether any weights are in a folder; an index alone has none."""
-    return any(folder.glob(sources.WEIGHTS))
+    """Whether weights are in a folder: not an index alone, nor a part of a snapshot of the hub."""
+    if not absent.is_of_hub(folder):
+        return any(folder.glob(sources.WEIGHTS))
+    with contextlib.suppress(InputError):
+        return bool(weight_files(folder))
+    return False
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -117,13 +121,7 @@ def weight_files(folder: Path) -> list[Path]:
                 f"{index} lists {', '.join(missing)}, not in the folder: complete the copy"
             )
         return [folder / name for name in names]
-    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
-    if pickles:
-        raise InputError(
-            f"{folder} has weights only as {pickles[0]}, a pickle, which can run any code and is "
-            "not read: convert it to safetensors (save_pretrained of transformers writes them)"
-        )
-    raise InputError(f"{folder} has no {SINGLE} and no {INDEX}: give a folder with weights")
+    raise absent.no_weights(folder, f"{SINGLE} and no {INDEX}")
 
 
 def check(
@@ -154,10 +152,12 @@ def check(
     odd = {"missing": expected.keys() - present, "unknown": present - expected.keys()}
     problems = [f"{kind}: {listed(names)}" for kind, names in odd.items() if names]
     if problems:
+        is_head = len(odd["missing"]) == 1 and max(odd["missing"]).endswith("lm_head.weight")
         raise InputError(
             f"{folder}: the tensors are not those that {config_file} describes; "
             + "; ".join(problems)
             + f": copy the folder again, or put the {config_file} of these weights beside them"
+            + ", with tie_word_embeddings true if the head is the embedding" * is_head
         )
     for entry in expected.values():
         stored = _stored(folder, files, entry.name)

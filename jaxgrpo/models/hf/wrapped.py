@@ -28,6 +28,7 @@ class Wrapper(NamedTuple):
     """A class of transformers with a text model in it."""
 
     architecture: str
+    model_type: str  # of its text, where text_config names none or the class's
     text: Mapping[str, Any] = MappingProxyType({})
     """What transformers assumes of fields that text_config may leave out"""
 
@@ -35,10 +36,10 @@ class Wrapper(NamedTuple):
 _GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4}
 
 WRAPPERS: Mapping[str, Wrapper] = {
-    "gemma3": Wrapper("Gemma3ForConditionalGeneration", _GEMMA3),
-    "mistral3": Wrapper("Mistral3ForConditionalGeneration"),
-    "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration"),
-    "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration"),
+    "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text", _GEMMA3),
+    "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral"),
+    "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
+    "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
 }
 """model_type of config.json -> the class."""
 
@@ -48,6 +49,16 @@ HARMLESS = (
     *("image_token_index", "boi_token_index", "eoi_token_index", "tie_word_embeddings"),
 )
 """Fields beside text_config that do not change what the model computes of text."""
+
+
+def full_architecture(model_type: str) -> str | None:
+    """The class that a text model's folder may name where its config.json was made of text_config.
+
+    >>> full_architecture("qwen3_5_text")
+    'Qwen3_5ForConditionalGeneration'
+    """
+    wrapper = WRAPPERS.get(model_type.removesuffix("_text"))
+    return None if wrapper is None else wrapper.architecture
 
 
 def is_wrapped(config_json: Mapping[str, Any]) -> bool:
@@ -63,6 +74,8 @@ def text_fields(config_json: Mapping[str, Any]) -> dict[str, Any]:
         return dict(config_json)
     wrapper = WRAPPERS.get(config_json.get("model_type", ""))
     text = {**(wrapper.text if wrapper else {}), **config_json[TEXT]}
+    if wrapper and text.get("model_type") in (None, config_json["model_type"]):
+        text["model_type"] = wrapper.model_type
     text.pop("architectures", None)
     common = ("dtype", "torch_dtype", TIED)
     return text | {name: config_json[name] for name in common if config_json.get(name) is not None}
@@ -79,7 +92,9 @@ def problems(config_json: Mapping[str, Any], ignored: Collection[str]) -> list[s
     architectures = fields.take("architectures", "texts", [wrapper.architecture])
     if architectures != [wrapper.architecture]:
         fields.refuse("architectures", f"only {wrapper.architecture} is built")
-    fields.refuse_unread(HARMLESS)
+    text = text_fields(config_json)
+    repeated = [name for name, value in config_json.items() if text.get(name) == value]
+    fields.refuse_unread((*HARMLESS, *repeated))
     return fields.problems
 
 
@@ -103,6 +118,9 @@ SPELLINGS = (
     Spelling("language_model.model.", "language_model."),  # before 4.52, and on the hub
 )
 """Of wrapped models."""
+OF_MODULES = (*SPELLINGS, Spelling())
+"""How adapters of wrapped models name modules: the last as those of the text alone, which is what
+AutoModelForCausalLM of transformers takes out of a Qwen3.5."""
 
 
 class Stored(NamedTuple):

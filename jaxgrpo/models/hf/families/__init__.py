@@ -60,6 +60,7 @@ LACKING = {
     **dict.fromkeys(("nemotron_h", "falcon_h1", "bamba"), "layers of Mamba-2"),
     "gemma4_text": "heads of two sizes, embeddings for each layer and caches of other layers",
     "kimi_linear": "a decay for each channel",
+    "qwen4_exp_text": "attention to chosen tokens, gated residuals and embeddings of n-grams",
     **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), "attention to chosen tokens"),
 }
 """model_type -> what it needs and no kind of layer has."""
@@ -143,7 +144,7 @@ def model_config(
             f'"{family.model_type}": take the folder or the family that fits the other'
         )
     is_wrapped = wrapped.is_wrapped(config_json)
-    if is_wrapped and not text_only:
+    if is_wrapped and not text_only and config_json.get("model_type") in wrapped.WRAPPERS:
         raise InputError(
             f"{source}: model_type = {config_json.get('model_type')!r} has a {family.model_type} "
             "under text_config, and reads more than text: set model.text_only = true to train its "
@@ -152,7 +153,9 @@ def model_config(
     fields = Fields(text, ignored=ignored)
     architectures = fields.take("architectures", "texts", [family.architecture])
     # Early folders of ERNIE 4.5 have Ernie4_5_ForCausalLM.
-    if [name.replace("_", "") for name in architectures] != [family.architecture.replace("_", "")]:
+    names = (family.architecture, wrapped.full_architecture(family.model_type))
+    plain = [name.replace("_", "") for name in architectures]
+    if plain not in [[name.replace("_", "")] for name in names if name]:
         fields.refuse("architectures", f"only {family.architecture} is built")
     model_fields = family.read(fields)
     fields.refuse_unread(family.harmless)
@@ -194,7 +197,8 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
     if wrapped.is_wrapped(config_json):
         text = config_json[wrapped.TEXT]
         text |= {name: dtype for name in ("dtype", "torch_dtype") if text.get(name) is not None}
-    text |= {**rope.older_fields(text), "model_type": family.model_type}  # and of no alias
+    text["model_type"] = family.model_type  # and of no alias
+    text |= rope.older_fields(text)
     # What is quantised is written in bfloat16, and code that comes with a checkpoint is not copied.
     for name in ("quantization_config", "auto_map"):
         config_json.pop(name, None)

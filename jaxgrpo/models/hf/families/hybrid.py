@@ -42,6 +42,9 @@ FUSED = MappingProxyType(
         "linear_attn.conv1d": ("delta/query_conv", "delta/key_conv", "delta/value_conv"),
     }
 )
+OUTPUT_GATES = dict.fromkeys(("silu", "swish"))
+"""What Qwen3.8 calls the gate of layers that recur, which is silu whatever the field says in
+transformers."""
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """Parameters of positions in two dimensions: those of text are equal in both, and so plain."""
 
@@ -96,6 +99,7 @@ def _hybrid(fields: Fields, width: int | None = None) -> dict[str, Any]:
     delta = delta_kind(fields, DeltaKind(16, 32, 128, 128))
     if not fields.take("attn_output_gate", "flag", True):
         fields.refuse("attn_output_gate", "only gated attention is built")
+    fields.choice("output_gate_type", OUTPUT_GATES, "silu")
     return {
         **config,
         **attention_bias(fields),
@@ -115,7 +119,7 @@ QWEN3_5 = Family(
     fused=FUSED,
     # what states are held in, here always float32; layers that guess further tokens
     harmless=("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
-    carried=("mtp.",),
+    carried=("mtp.", "model.visual."),
 )
 
 
@@ -166,6 +170,7 @@ QWEN3_NEXT = QWEN3_5_MOE._replace(
     read=_qwen3_next,
     fused={**_BY_HEAD, "linear_attn.conv1d": FUSED["linear_attn.conv1d"]},
     by_head=(*_BY_HEAD,),
+    carried=("mtp.",),
 )
 
 
