@@ -268,14 +268,15 @@ def _build(
         if part_options:
             raise InputError(
                 f"{role} {name}{inspect.signature(part)} takes no options: make it a factory, "
-                f"def {name}({', '.join(part_options)}): return "
-                f"{kind.__name__}({name!r}, lambda tokens: ...)"
+                f"def {name}({', '.join(part_options)}): return lambda tokens: ..."
             )
         part = kind(name, part)
     elif not isinstance(part, kind):
         part = build(role, spec, table)
     elif part_options:
         raise InputError(f"{role} {part.name} is finished and takes no options: {part_options}")
+    if kind is not Reduction and takes_tokens(part):  # a factory of the computation
+        part = kind(getattr(spec["use"], "__name__", role), part)
     if not isinstance(part, kind):
         name = getattr(spec["use"], "__name__", spec["use"])
         raise InputError(
