@@ -399,13 +399,12 @@ def test_a_config_is_checked_with_its_loss_and_the_weights_of_its_rewards(reposi
 
 RETURNED = """
 import jaxgrpo as jg
-
 def steps():
     return [jg.sum_rewards(), jg.subtract_group_mean()]
-
 def recipe():
     return "dr_grpo"
-
+def score(power=1):
+    return lambda tokens: (-tokens.advantage * tokens.logp**power, {})
 @jg.transform
 def finished(signal, rollouts):
     return signal
@@ -421,6 +420,7 @@ def test_what_a_config_takes_from_own_code_is_taken_here_too(tmp_path):
     }
     assert names["steps"] == names["recipe"] == ["sum_rewards", "subtract_group_mean"]
     assert names["finished"] == ["sum_rewards", "finished"]
+    assert read_method(f"{file}:score").objective.surrogate.name == "score"
 
 
 def sum_of_all():

@@ -197,7 +197,7 @@ def _read_own(name: str) -> Method:
             "not: a reward, or the prompt of a score, has no part in what a method climbs"
         )
     if len(required) == 2 and required[0] != "tokens":
-        return make_method(short, _behind_sum(registry.build([function]).steps[0][1]))
+        return make_method(short, _behind_sum(_make_step(function)))
     if required == ["tokens"]:
         return make_method(short, surrogate=function)
     if required:
@@ -227,8 +227,10 @@ def _from_part(name: str, short: str, part: Any) -> Method:
             return method
     if isinstance(part, list | str) or type(part) is tuple:  # as a recipe of own code may return
         return make_method(short, advantages.build(part))
+    if loss_registry.takes_tokens(part):
+        return make_method(short, surrogate=Surrogate(short, part))
     if callable(part):
-        return make_method(short, _behind_sum(registry.build([part]).steps[0][1]))
+        return make_method(short, _behind_sum(_make_step(part)))
     raise InputError(
         f"check {name}: {short}() returned {type(part).__name__}, expected a chain "
         "(jaxgrpo.chain), the list of its steps, a surrogate, a reduction, a penalty, or "
@@ -242,6 +244,14 @@ def _with_objective(name: str, objective: Objective) -> Method:
     built = make_method(name, None, objective.surrogate, objective.reduction, penalties)
     options: Any = {"penalties_on": objective.penalties_on, "proximal": objective.proximal}
     return built._replace(objective=built.objective._replace(**options))
+
+
+def _make_step(function: Callable[..., Any]) -> AdvantageTransform:
+    """A step of own code."""
+    try:
+        return registry.build([function]).steps[0][1]
+    except InputError as error:  # the list is ours, not the user's
+        raise InputError(str(error).removeprefix("advantage[0]: ")) from None
 
 
 def _behind_sum(step: AdvantageTransform) -> AdvantageTransform:
