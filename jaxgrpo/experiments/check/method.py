@@ -205,7 +205,8 @@ def _read_own(name: str) -> Method:
             f"check {name}: {short}{inspect.signature(function)} takes {', '.join(required)}: "
             "expected (signal, rollouts) -> signal, an advantage; (tokens) -> (loss per token, "
             "metrics), a surrogate; or no arguments, a function that returns a chain, the list of "
-            "its steps, a surrogate, a reduction, a penalty, or losses.Objective"
+            "its steps, a surrogate, a reduction, a penalty, or losses.Objective; where it takes "
+            "options, name it in a config and check that"
         )
     return _from_part(name, short, call(short, function, {}))
 
