@@ -17,7 +17,14 @@ from jax import Array
 
 from jaxgrpo.advantages import base
 from jaxgrpo.advantages.base import AdvantageTransform, Streams, transform
-from jaxgrpo.core.errors import InputError, NotGiven, as_names, explaining_own_code, own_line
+from jaxgrpo.core.errors import (
+    InputError,
+    NotGiven,
+    as_names,
+    explaining_own_code,
+    own_line,
+    suggest,
+)
 from jaxgrpo.core.metrics import Metric, Metrics, as_metrics
 from jaxgrpo.core.scores import ANSWERED, OF_ANSWERS, REACHED, SCORES
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal, refuse_other_state, rollout_arrays
@@ -260,7 +267,7 @@ def _walk(
             base.read_field(key, field, rollouts)
         _check_level(key, step, signal, widened_by)
         input_signal = signal
-        with explaining_own_code(key), _explaining_fields(key, rollouts):
+        with explaining_own_code(key), _explaining_fields(key, rollouts, input_signal):
             signal, new_state, step_metrics = step.update(input_signal, state[key], rollouts)
         signal, step_metrics = _settle(key, input_signal, signal), as_metrics(key, step_metrics)
         rank = input_signal.value.ndim if isinstance(input_signal, Signal) else 2
@@ -270,7 +277,7 @@ def _walk(
 
 
 @contextlib.contextmanager
-def _explaining_fields(key: str, rollouts: Rollouts) -> Iterator[None]:
+def _explaining_fields(key: str, rollouts: Rollouts, signal: Any) -> Iterator[None]:
     """Turns the error of a step that reads what the rollouts do not hold into an InputError."""
     try:
         yield
@@ -284,6 +291,12 @@ def _explaining_fields(key: str, rollouts: Rollouts) -> Iterator[None]:
                 f"{key} ({place}: {line}) reads the field {name!r}, which it does not declare: "
                 f"write rollouts.fields[{name!r}], and jaxgrpo.transform(function)._replace(needs="
                 f"frozenset({{{name!r}}})), so that it is there"
+            ) from error
+        if isinstance(error, KeyError) and any(x in line for x in ("rewards[", "streams[")):
+            names = {*rollouts.rewards, *(signal if isinstance(signal, dict) else ())}
+            raise InputError(
+                f"{key} ({place}: {line}) reads the reward {error.args[0]!r}: "
+                f"{suggest(error.args[0], names)}"
             ) from error
         for name in Rollouts.__dataclass_fields__:
             if getattr(rollouts, name) is None and f".{name}" in line:

@@ -266,6 +266,7 @@ def _user_step(use: Any, options: Mapping[str, Any]) -> AdvantageTransform:
     if not callable(use):
         raise InputError(f"{name} is neither a part's name, a transform nor a function")
     if not options and _takes_signal(use):
+        _refuse_missing(name, use)
         return transform(use)
     if options and _takes_signal(use) and not set(_required(use)) <= set(options):
         raise InputError(
@@ -292,10 +293,28 @@ def _required(function: Callable[..., Any]) -> list[str]:
     ]
 
 
+def _refuse_missing(name: str, function: Callable[..., Any]) -> None:
+    """Raises: InputError where a step needs a keyword, which a chain does not give."""
+    signature = inspect.signature(function)
+    parameters = signature.parameters.values()
+    words = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if words:
+        raise InputError(
+            f"{name}{signature} gets signal and rollouts alone: give {', '.join(words)} a default,"
+            f" or make it a factory, def {name}({', '.join(words)}):"
+            " return lambda signal, rollouts: ..."
+        )
+
+
 def _takes_signal(function: Any) -> TypeGuard[Callable[[Signal, Rollouts], Signal]]:
-    """Raises: InputError where the two arguments are named the other way round."""
+    """Raises: InputError where the arguments are named the other way round, or for `combine`."""
     required = _required(function)
+    name = getattr(function, "__name__", repr(function))
+    if required == ["streams", "rollouts"]:
+        raise InputError(
+            f"{name}(streams, rollouts) makes one signal of all rewards: that step is"
+            f" jaxgrpo.advantages.combine({name}); write a function that returns it, and name that"
+        )
     if required == ["rollouts", "signal"]:
-        name = getattr(function, "__name__", repr(function))
         raise InputError(f"{name}(rollouts, signal): write (signal, rollouts), the signal first")
     return len(required) == 2

@@ -235,7 +235,7 @@ def find_factories(
     Raises: InputError if none has it.
     """
     if own_code.is_reference(name):
-        return [own_code.load(name)]
+        return [own_code.load_part(name)]
     if factories := [table[name] for table in tables.values() if name in table]:
         return factories
     hint = suggest(name, {key for table in tables.values() for key in table})

@@ -189,7 +189,7 @@ def _required(factory: Callable[..., Any]) -> set[str]:
 def _build(
     name: str, factory: Callable[..., Any], options: Mapping[str, Any]
 ) -> Surrogate | Penalty:
-    if list(inspect.signature(factory).parameters) == ["tokens"]:
+    if registry.takes_tokens(factory):
         return registry.build_surrogate({"use": factory, **options})
     part: Any = call(own_code.short_name(name), factory, options)
     if isinstance(part, Penalty):

@@ -2,7 +2,7 @@
 
 A name is a recipe, or own code that makes a chain, which takes the place of the run's; `KEY=VALUE`
 changes what else a method is made of: "sign", "mine.py:chain", "loss.surrogate=gspo",
-"dr_grpo+loss.reduction=constant".
+"dr_grpo+loss.reduction=constant", "grpo+loss.surrogate={ use = 'clip', high = 0.28 }".
 """
 
 from __future__ import annotations
@@ -78,13 +78,29 @@ def make_contenders(
     return contenders
 
 
+def split_names(text: str, separator: str = ",") -> list[str]:
+    """The parts of a text between separators that stand in no brackets.
+
+    >>> split_names("grpo, loss.surrogate={ use = 'clip', high = 0.28 }")
+    ['grpo', "loss.surrogate={ use = 'clip', high = 0.28 }"]
+    """
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "{[") - (letter in "}]")
+        if letter == separator and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]
+
+
 def _overrides(name: str, where: str) -> list[str]:
     """What a name changes in a config, as `--set` takes it; a recipe comes first.
 
     Raises: InputError where it is no recipe and no change of a method.
     """
     overrides = []
-    for change in map(str.strip, name.split("+")):
+    for change in split_names(name, "+"):
         key, assigned, value = change.partition("=")
         if not assigned and change not in recipes and not own_code.is_reference(change):
             raise InputError(

@@ -390,7 +390,9 @@ def _load_part(part: Part | None) -> Any:
     """A part with the function that "file.py:function" or "package.module:function" names."""
     if part is None:
         return None
-    return {**part, "use": own_code.resolve(part["use"])}
+    use = part["use"]
+    is_own = isinstance(use, str) and own_code.is_reference(use)
+    return {**part, "use": own_code.load_part(use) if is_own else use}
 
 
 def _kl_return(options: dict[str, Any]) -> AdvantageTransform:

@@ -183,6 +183,23 @@ def load(
     return value
 
 
+def load_part(reference: str) -> Callable[..., Any]:
+    """As `load`, of what may be a finished part of a method, as @jaxgrpo.transform makes it of a
+    function: then a function without arguments that returns it."""
+    part = load(reference, None, (Callable, tuple))
+    if callable(part):
+        return part
+    name = short_name(reference)
+    if not hasattr(part, "_fields"):
+        raise InputError(f"{reference!r}: {name} is a tuple: name a function")
+
+    def build() -> Any:
+        return part
+
+    build.__name__ = name
+    return build
+
+
 _LOADED: dict[str, dict[Path, bytes]] = {}
 """Name of a module that was loaded from a file -> this file and the modules beside it that it
 imports, and what was in them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.core.errors import InputError, explaining_own_code
-from jaxgrpo.core.metrics import Mean, Metrics, as_metrics, merge
+from jaxgrpo.core.metrics import Mean, Metrics, as_metrics
 from jaxgrpo.core.scores import OF_PASS, policy_field
 from jaxgrpo.core.types import refuse_other_state
 from jaxgrpo.losses.penalties import Penalty
@@ -131,8 +132,9 @@ class Objective(NamedTuple):
         states = {}
         for penalty in self.penalties:
             if penalty.observe is not None:
+                observed = _as_reported(penalty.name, metrics)
                 with explaining_own_code(f"penalty {penalty.name}"):
-                    states[penalty.name] = penalty.observe(state[penalty.name], metrics)
+                    states[penalty.name] = penalty.observe(state[penalty.name], observed)
         return states
 
 
@@ -143,6 +145,9 @@ def token_loss(
     states: Mapping[str, Any] | None = None,
 ) -> tuple[Array, Metrics]:
     """(surrogate + penalties per token, metrics), 0 where masked; multiply by the weights and sum.
+
+    Where several parts report a metric of one name, that of the first has it; a later penalty's is
+    PENALTY/NAME.
 
     Args:
       states: name of a penalty -> what it remembers; of penalties with an `init`.
@@ -161,8 +166,25 @@ def token_loss(
         state = () if penalty.init is None else (_penalty_state(penalty, states or {}),)
         with explaining_own_code(name):
             value, penalty_metrics = _checked(name, penalty.compute(tokens, *state), tokens)
-        loss, metrics = loss + value, merge(metrics, penalty_metrics)
+        loss, metrics = loss + value, _with_metrics(metrics, penalty.name, penalty_metrics)
     return loss, metrics
+
+
+def _with_metrics(metrics: Metrics, part: str, further: Metrics) -> Metrics:
+    """Metrics and those of a further part: one whose name is taken is PART/NAME, or PART_2/NAME."""
+    merged = dict(metrics)
+    for key, metric in further.items():
+        numbered = (f"{part}_{number}/{key}" for number in itertools.count(2))
+        names = itertools.chain([key, f"{part}/{key}"], numbered)
+        merged[next(name for name in names if name not in merged)] = metric
+    return merged
+
+
+def _as_reported(part: str, metrics: Metrics) -> Metrics:
+    """Metrics, those of a part whose names were taken under its names again."""
+    prefix = f"{part}/"
+    renamed = {key: metric for key, metric in metrics.items() if key.startswith(prefix)}
+    return {**metrics, **{key.removeprefix(prefix): metric for key, metric in renamed.items()}}
 
 
 def policy_loss(
@@ -213,7 +235,8 @@ def policy_loss(
     tokens = with_batch_fields(objective.batch_fields, tokens, ids)
     per_token, metrics = token_loss(surrogate_part, objective.penalties, tokens, states)
     loss = (weight.astype(per_token.dtype) * per_token).sum()
-    return loss, merge(metrics, {"loss": Mean(total=loss, weight=jnp.ones((), loss.dtype))})
+    # As in a run, this is the loss, whatever a part of one's own reports under that name.
+    return loss, metrics | {"loss": Mean(total=loss, weight=jnp.ones((), loss.dtype))}
 
 
 def with_batch_fields(

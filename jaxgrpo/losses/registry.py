@@ -262,13 +262,21 @@ def _build(
     options: Mapping[str, Any] | None,
 ) -> LossPart:
     spec = {**(spec if isinstance(spec, Mapping) else {"use": spec}), **(options or {})}
-    part = spec.get("use")
-    if kind is not Reduction and _takes_tokens(part) and set(spec) == {"use"}:
-        part = kind(getattr(part, "__name__", role), part)
+    part, part_options = spec.get("use"), {key: spec[key] for key in spec if key != "use"}
+    if kind is not Reduction and takes_tokens(part):
+        name = getattr(part, "__name__", role)
+        if part_options:
+            raise InputError(
+                f"{role} {name}{inspect.signature(part)} takes no options: make it a factory, "
+                f"def {name}({', '.join(part_options)}): return lambda tokens: ..."
+            )
+        part = kind(name, part)
     elif not isinstance(part, kind):
         part = build(role, spec, table)
-    elif unused_options := {name: value for name, value in spec.items() if name != "use"}:
-        raise InputError(f"{role} {part.name} is finished and takes no options: {unused_options}")
+    elif part_options:
+        raise InputError(f"{role} {part.name} is finished and takes no options: {part_options}")
+    if kind is not Reduction and takes_tokens(part):  # a factory of the computation
+        part = kind(getattr(spec["use"], "__name__", role), part)
     if not isinstance(part, kind):
         name = getattr(spec["use"], "__name__", spec["use"])
         raise InputError(
@@ -282,11 +290,15 @@ def _build(
     return part
 
 
-def _takes_tokens(use: Any) -> bool:
-    """Whether it is the computation itself, a function of `tokens`, and not a factory."""
+def takes_tokens(use: Any) -> bool:
+    """Whether it is the computation itself, a function of `tokens`, and not a factory.
+
+    What else it takes must have a default, which it keeps.
+    """
     if not callable(use) or isinstance(use, (Surrogate, Penalty)):
         return False
-    return list(inspect.signature(use).parameters) == ["tokens"]
+    parameters = inspect.signature(use).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty] == ["tokens"]
 
 
 def _check_arguments(role: str, part: Surrogate | Penalty) -> None:

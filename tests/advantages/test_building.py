@@ -106,9 +106,21 @@ def test_all_wrong_steps_come_in_one_message():
     ]
 
 
+def needing(signal, rollouts, *, limit):
+    return signal
+
+
+def correct_alone(streams, rollouts):
+    return streams["correct"]
+
+
 def test_own_code_is_told_how_to_take_options():
     with refuses("twice(signal, rollouts) takes no options: make it a factory, def twice(limit):"):
         build([{"use": twice, "limit": 3.0}])
+    with refuses("needing(signal, rollouts, *, limit) gets signal and rollouts alone: give limit"):
+        build([needing])
+    with refuses("that step is jaxgrpo.advantages.combine(correct_alone); write a function"):
+        build([correct_alone])
     with refuses("clipped: unknown option 'limt': did you mean 'limit'?"):
         build([{"use": clipped, "limt": 3.0}])
     with refuses("<lambda> returned int, expected a transform or a function"):

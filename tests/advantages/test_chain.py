@@ -220,6 +220,18 @@ def test_a_missing_field_names_the_step_and_the_nearest_one():
     compute(composite, laws.make_rollouts())
 
 
+def reads_a_reward(signal, rollouts):
+    return dataclasses.replace(signal, value=rollouts.rewards["corect"])
+
+
+def test_a_reward_that_is_not_there_is_named_with_the_nearest():
+    with refuses("reads the reward 'corect': did you mean 'correct'? Known: "):
+        compute(chain(sum_rewards(), reads_a_reward), laws.make_rollouts())
+    step = combine(lambda streams, rollouts: streams["stile"], "mixed")
+    with refuses("reads the reward 'stile': did you mean 'style'?"):
+        compute(chain(step), laws.make_rollouts())
+
+
 def test_what_plain_arrays_lack_is_asked_for():
     with refuses("mask_truncated reads truncated, which was not given: pass truncated=..."):
         evaluate(chain(sum_rewards(), mask_truncated()), [[0.0, 1.0]])

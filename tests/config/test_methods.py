@@ -12,7 +12,8 @@ import pytest
 import small_run
 
 from jaxgrpo import advantages, losses
-from jaxgrpo.config import methods
+from jaxgrpo.config import files, methods
+from jaxgrpo.config.contenders import make_contenders, split_names
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.training import loop, setup
@@ -84,6 +85,36 @@ def test_a_recipe_of_ones_own_is_a_function_that_returns_a_chain():
             make(name)
     with pytest.raises(InputError, match=r"recipe scaled: unknown option 'factr': did you mean 'f"):
         make("scaled", factr=1.0)
+
+
+@advantages.transform
+def doubled(signal, rollouts):
+    return dataclasses.replace(signal, value=2 * signal.value)
+
+
+HIGH_CLIP = losses.clip(high=0.28)._replace(name="high_clip")
+
+
+def test_a_finished_part_is_named_as_a_function_is():
+    part = {"use": f"{__file__}:doubled"}
+    chain = methods.make_recipe([{"use": "sum_rewards"}, part], ())
+    assert [name for name, _ in chain.steps] == ["sum_rewards", "doubled"]
+    assert [name for name, _ in methods.make_recipe(part, ()).steps] == ["doubled"]
+    with pytest.raises(InputError, match=r"^advantage\[0\]: doubled: unknown option 'factor'"):
+        methods.make_recipe([{**part, "factor": 3.0}], ())
+    surrogate = {"use": f"{__file__}:HIGH_CLIP"}
+    config = files.from_dict(minimal_config.tables(loss={"surrogate": surrogate}))
+    assert methods.make_objective(config.loss, 8).surrogate.name == "high_clip"
+
+
+def test_names_of_methods_hold_tables_with_commas():
+    text = "grpo, recipe={ use = 'passk', k = 2 }+loss.surrogate={ use = 'clip', high = 0.28 }"
+    names = split_names(text)
+    contenders = make_contenders(names, "--methods", minimal_config.tables(), None, ())
+    assert [name.partition("=")[0] for name in contenders] == ["grpo", "recipe"]
+    chain, objective = contenders[names[1]]
+    assert [name for name, _ in chain.steps] == ["sum_rewards", "leave_one_out_pass_at_k"]
+    assert objective.surrogate.name == "clip"
 
 
 def test_a_kl_in_the_return_is_no_penalty_and_the_others_are():

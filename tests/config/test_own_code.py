@@ -14,6 +14,7 @@ from jaxgrpo.config.own_code import (
     forget_changed,
     is_reference,
     load,
+    load_part,
     named_file,
     short_name,
     with_imports,
@@ -91,6 +92,17 @@ def test_files_of_one_name_in_two_folders_stay_apart(folder):
 
 def test_a_function_of_an_installed_module_is_found():
     assert load("os.path:basename")("a/b") == "b"
+
+
+def test_a_part_may_be_finished_as_a_decorator_leaves_it(folder):
+    (folder / "parts.py").write_text(
+        "import jaxgrpo\n\n@jaxgrpo.transform\ndef kept(signal, rollouts):\n    return signal\n\n"
+        "PAIR = 1, 2\n"
+    )
+    build = load_part(f"{folder}/parts.py:kept")
+    assert (build.__name__, build().name) == ("kept", "kept")
+    with pytest.raises(InputError, match="PAIR is a tuple: name a function"):
+        load_part(f"{folder}/parts.py:PAIR")
 
 
 @pytest.mark.parametrize(

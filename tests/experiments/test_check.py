@@ -14,6 +14,7 @@ import minimal_config
 import numpy as np
 import pytest
 from quick import full_but
+from rich.console import Console
 
 from jaxgrpo import advantages as adv
 from jaxgrpo.advantages import build
@@ -396,6 +397,37 @@ def test_a_config_is_checked_with_its_loss_and_the_weights_of_its_rewards(reposi
     assert read_method("modular_sum").rewards == (("reward", 1.0),)
 
 
+RETURNED = """
+import jaxgrpo as jg
+def steps():
+    return [jg.sum_rewards(), jg.subtract_group_mean()]
+def recipe():
+    return "dr_grpo"
+def score(power=1):
+    return lambda tokens: (-tokens.advantage * tokens.logp**power, {})
+@jg.transform
+def finished(signal, rollouts):
+    return signal
+"""
+
+
+def test_what_a_config_takes_from_own_code_is_taken_here_too(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(RETURNED)
+    names = {
+        function: [name for name, _ in read_method(f"{file}:{function}").chain.steps]
+        for function in ("steps", "recipe", "finished")
+    }
+    assert names["steps"] == names["recipe"] == ["sum_rewards", "subtract_group_mean"]
+    assert names["finished"] == ["sum_rewards", "finished"]
+    assert read_method(f"{file}:score").objective.surrogate.name == "score"
+
+
+def sum_of_all():
+    """A recipe of own code, which gets no weights from a config."""
+    return [adv.sum_rewards(), adv.subtract_leave_one_out_mean()]
+
+
 @pytest.mark.parametrize(
     ("changes", "rewards"),
     [
@@ -403,6 +435,7 @@ def test_a_config_is_checked_with_its_loss_and_the_weights_of_its_rewards(reposi
         ({"recipe": {"use": "grpo", "weights": LOGGED}}, {"digits": 0.7, "arithmetic": 0.0}),
         ({"advantage": [{"use": "sum_rewards", **LOGGED}]}, {"digits": 1.0, "arithmetic": 1.0}),
         ({"advantage": [{"use": "sum_rewards"}]}, {"digits": 0.5, "arithmetic": 0.0}),
+        ({"recipe": f"{__file__}:sum_of_all"}, {"digits": 1.0, "arithmetic": 1.0}),
     ],
 )
 def test_the_reward_of_the_games_is_one_that_counts(tmp_path, changes, rewards):
@@ -442,8 +475,25 @@ def test_a_penalty_is_measured_on_the_samples_it_acts_on_in_groups_the_chain_tak
     assert penalty["climbs"].startswith("KL(policy || reference)" if where == "all" else "other")
 
 
-def test_a_chain_that_takes_no_groups_of_the_size_of_the_laws_is_refused_with_the_reason():
-    with jax.enable_x64(True), pytest.raises(InputError, match="groups of 4 samples, whatever"):
-        check_laws(make_method("best", build("passk", {"k": 4})))
-    with jax.enable_x64(True), pytest.raises(InputError, match="groups of 4 samples, whatever"):
-        check_laws(make_method("first", build("ttrl", {"count": 32})))
+def test_a_chain_of_large_groups_is_held_to_the_laws_in_groups_of_eight():
+    best_of_four = make_method("best", build("passk", {"k": 4}))
+    with jax.enable_x64(True):
+        assert set(broken(check_laws(best_of_four))) == {SCALE, SHIFT}  # rewards are 0 or 1
+        with pytest.raises(InputError, match="groups of 4 samples, or of 8 or 2, whatever"):
+            check_laws(make_method("first", build("ttrl", {"count": 32})))
+
+
+@pytest.mark.full
+def test_a_chain_that_takes_one_group_size_is_not_said_to_be_the_same_for_every_size(capsys):
+    report = verdict.check(make_method("pairs", build("passk", {"k": 2})), SMALL)
+    assert report.laws[SIZE] is None
+    assert SIZE not in broken(report.laws)
+    command.show(Console(), report)
+    assert f"not judged: {SIZE}" in capsys.readouterr().out
+
+
+def test_laws_hold_relative_to_the_size_of_the_update():
+    """A loss that divides by the longest completion pulls by millionths."""
+    method = make_method("long", build("dr_grpo"), reduction={"use": "constant", "length": 4096.0})
+    with jax.enable_x64(True):
+        assert broken(check_laws(method)) == [SCALE]

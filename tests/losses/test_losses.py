@@ -255,5 +255,30 @@ def test_a_loss_of_ones_own_in_the_old_form_is_told_the_new_one():
         build_penalty(remembers)
 
 
+def power(tokens, exponent=2.0):
+    return -tokens.without_gradient(tokens.advantage) * tokens.logp**exponent, {"loss": 7.0}
+
+
+def to_the_power(exponent):
+    return lambda tokens: power(tokens, exponent)
+
+
+def test_a_computation_keeps_its_defaults_and_takes_options_by_a_factory():
+    tokens = Tokens.from_ratios([np.exp(3.0)])
+    loss, _ = build_surrogate(power).compute(tokens)
+    assert float(loss[0]) == pytest.approx(-9)
+    says = "surrogate power(tokens, exponent=2.0) takes no options: make it a factory, def power("
+    with refuses(says):
+        build_surrogate({"use": power, "exponent": 3.0})
+    with refuses("def power(exponent): return lambda tokens: ..."):
+        build_penalty(power, {"exponent": 3.0})
+    part = build_surrogate({"use": to_the_power, "exponent": 3.0})
+    assert part.name == "to_the_power"
+    assert float(part.compute(tokens)[0][0]) == pytest.approx(-27)
+    arrays = jnp.full((1, 2), 3.0), jnp.zeros((1, 2)), jnp.ones(1), jnp.ones((1, 2), bool)
+    loss, metrics = policy_loss(power, "token_mean", *arrays)
+    assert float(loss) == metrics["loss"].result() == pytest.approx(-9), "whatever it calls a loss"
+
+
 def test_examples_in_docstrings_hold():
     assert doctest.testmod(objective).failed == 0

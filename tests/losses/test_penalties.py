@@ -16,14 +16,20 @@ import numpy as np
 import pytest
 
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.metrics import finalise
 from jaxgrpo.losses import (
+    Objective,
+    Penalty,
     Tokens,
     adaptive_entropy,
     build_entropy,
     build_penalty,
+    build_reduction,
+    clip,
     entropy_bonus,
     full_kl,
     policy_loss,
+    token_loss,
 )
 
 V, T = 3, 3
@@ -308,6 +314,28 @@ def test_plain_arrays_are_given_their_penalties_with_their_fields():
     for penalty, missing in [(full_kl(1.0), "full_kl"), (entropy_bonus(1.0), "policy_entropy")]:
         with pytest.raises(InputError, match=rf"{penalty.name} reads fields\['{missing}'\]"):
             policy_loss(*arguments, penalties=[penalty])
+
+
+def test_each_penalty_reports_under_a_name_that_is_free():
+    tokens = Tokens.from_ratios([np.exp(2.0)], reference_logp=0.0, full_kl=3.0)
+    penalties = [build_penalty("k2", {"beta": 0.1}), full_kl(0.1), build_penalty("k2", {"beta": 2})]
+    numbers = finalise(token_loss(clip(), [*penalties, penalties[0]], tokens)[1])
+    estimate = pytest.approx(np.exp(-2) + 1)  # by k3 of a log ratio of 2
+    assert [numbers[name] for name in ("kl", "k2/kl", "k2_2/kl")] == [estimate] * 3
+    assert numbers["full_kl/kl"] == 3
+
+
+def test_a_penalty_with_memory_observes_its_metric_whatever_is_called_alike():
+    noisy = Penalty("noisy", lambda tokens: (0 * tokens.logp, {"entropy": 9.0}))
+    adaptive = adaptive_entropy(1.0, delta=0.25)
+    objective = Objective(clip(), build_reduction("token_mean"), (noisy, adaptive))
+    tokens = Tokens.from_ratios([1.0], policy_entropy=0.5)
+    _, metrics = token_loss(clip(), objective.penalties, tokens, objective.init())
+    state = objective.observe(objective.init(), metrics)["adaptive_entropy"]
+    assert {name: float(value) for name, value in state.items()} == {
+        "coefficient": 0.25,
+        "entropy": 0.5,
+    }
 
 
 def refuses(message):

@@ -78,6 +78,9 @@ def show(console: Console, report: Report) -> None:
     show_table(console, _table(report), text=(0, 1))
     for name in broken(report.laws):
         console.print(f"breaks: {name}: {LAWS[name]}", markup=False, soft_wrap=True)
+    for name in LAWS:
+        if report.laws[name] is None:
+            console.print(f"not judged: {name}: the chain takes a single size here", markup=False)
     kept_laws = [name for name in LAWS if report.laws[name]]
     console.print(f"keeps: {', '.join(kept_laws)}", markup=False, soft_wrap=True)
 
@@ -89,7 +92,7 @@ def scale_text(report: Report) -> str:
     prompt.
     """
     low, high = report.scale
-    if high - low < EXACT:
+    if high - low < EXACT * max(EXACT, abs(low), abs(high)):
         return _number(high)
     by = "by prompt" if report.bias > EXACT else "by group size"
     return f"{_number(low)} to {_number(high)}, {by}"

@@ -1,7 +1,8 @@
 """What an update keeps when its batch is changed: laws, each a comparison of two batches.
 
-The batch has four groups of four samples of one to three tokens, two of the groups flat. A pull is
-minus the derivative of the loss with respect to the log-prob of a token.
+The batch has four groups of samples of one to three tokens, two of the groups flat: of four samples
+each, or of eight or two where the chain takes no groups of four. A pull is minus the derivative of
+the loss with respect to the log-prob of a token.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from jaxgrpo.losses import Objective, Tokens, token_loss
 from jaxgrpo.update.batch_losses import batch_loss, loss_tokens
 
 TOLERANCE = 1e-9
+"""Of the largest number of a batch, as are the others: a loss may divide by thousands of tokens."""
 ROUNDED = 1e-5
 """For own code that computes in float32."""
 UP_TO_EPS = 1e-3
@@ -37,8 +39,12 @@ LATE = 1000
 """Another step."""
 FAR = 0.4
 """Of log ratios, for where a token has moved against its advantage: beyond PPO's bounds."""
-P, G, T = 4, 4, 3
+P, T = 4, 3
+SIZES = (4, 8, 2)
+"""Samples of a group: the first that the chain takes. Of eight, the four below come twice."""
 REWARDS = np.array([[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 0]], float)
+NEIGHBOURS = np.array([[1, 0, 0, 1], [1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 1]], float)
+"""The same first group among others."""
 LENGTHS = np.array([[1, 3, 2, 2], [2, 1, 3, 1], [1, 2, 3, 3], [3, 1, 2, 2]])
 CUT = {(0, 2), (3, 0)}
 """(group, sample) that the limit has cut."""
@@ -83,17 +89,10 @@ Run = Callable[[Rollouts], Pull]
 def check_laws(method: Method) -> dict[str, bool]:
     """Name of each law of one batch -> whether the method keeps it.
 
-    Raises: InputError if its chain takes no groups of the batch's size.
+    Raises: InputError if its chain takes no groups of one of SIZES.
     """
-    rollouts = make_batch(method)
-    size = RolloutSpec(P, G, 1, T, method.reward_names, num_rows=P)
-    try:
-        state = method.chain.init(size)
-    except InputError as error:
-        raise InputError(
-            f"check {method.name}: the laws compare batches with groups of {G} samples, whatever "
-            f"the config's, and its chain takes none of that size: {error}"
-        ) from None
+    samples, state = _begin(method)
+    rollouts = make_batch(method, samples)
     plain = method.objective._replace(penalties=())
     bare = method._replace(objective=plain)
     if jax.tree.leaves(state):
@@ -110,19 +109,50 @@ def check_laws(method: Method) -> dict[str, bool]:
     return laws | _step_laws(method.chain, rollouts, state)
 
 
-def make_batch(method: Method) -> Rollouts:
+def _begin(method: Method) -> tuple[int, Any]:
+    """The samples of a group, and what the chain remembers before the first batch of such groups.
+
+    Raises: InputError if its chain takes no groups of one of SIZES.
+    """
+    problems = []
+    for samples in SIZES:
+        size = RolloutSpec(P, samples, 1, T, method.reward_names, num_rows=P)
+        try:
+            return samples, method.chain.init(size)
+        except InputError as error:
+            problems.append(str(error))
+    raise InputError(
+        f"check {method.name}: the laws compare batches with groups of {SIZES[0]} samples, or of "
+        f"{' or '.join(map(str, SIZES[1:]))}, whatever the config's, and its chain takes none of "
+        f"these sizes: {problems[0]}"
+    )
+
+
+def make_batch(method: Method, samples: int = SIZES[0]) -> Rollouts:
     """The batch: the same in every call, in float64. Its samples are of the trained policy."""
     random = np.random.default_rng(1)
-    length, shape = LENGTHS.ravel(), (P * G, T)
+    length, shape = _widened(LENGTHS, samples).ravel(), (P * samples, T)
     tokens, state = random.integers(0, 3, (2, *shape), np.int32)
-    truncated = np.zeros((P, G), bool)
+    truncated = np.zeros(REWARDS.shape, bool)
     truncated[tuple(np.array([*CUT]).T)] = True
+    truncated = _widened(truncated, samples).ravel()
     mask = np.arange(T) < length[:, None]
-    game = Game("laws", tokens, mask, state, truncated.ravel(), (3, 3), {})
+    game = Game("laws", tokens, mask, state, truncated, (3, 3), {})
     policy, reference = map(jnp.asarray, random.normal(size=(2, P, 3, 3)))
-    index = jnp.arange(P * G).reshape(P, G)
+    index = jnp.arange(P * samples).reshape(P, samples)
     tables = Policies(policy, policy, reference)
-    return draw(method, game, tables, jnp.asarray(REWARDS.ravel()), index)
+    return draw(method, game, tables, jnp.asarray(_widened(REWARDS, samples).ravel()), index)
+
+
+def _widened(rows: np.ndarray, samples: int) -> np.ndarray:
+    """[P, 4] -> [P, samples]: of more than four they come again."""
+    return np.tile(rows, -(-samples // rows.shape[1]))[:, :samples]
+
+
+def _reordered(number: int) -> np.ndarray:
+    """The places 0 to number - 1, 7 at most, in another order: none stays where it is."""
+    places = np.array([6, 2, 7, 5, 3, 1, 4, 0])
+    return places[places < number]
 
 
 def _current(logp: Array) -> dict[str, Array]:
@@ -148,32 +178,31 @@ def _chain_laws(
 ) -> Iterator[tuple[str, bool]]:
     """The laws of changed rewards, orders and lengths. Args: name: of the game's reward."""
     replace = functools.partial(dataclasses.replace, rollouts)
+    rewards, samples = np.asarray(rollouts.rewards[name]), rollouts.truncated.shape[1]
 
     def rewarded(value: Any) -> Pull:
         return run(replace(rewards={**rollouts.rewards, name: jnp.asarray(value)}))
 
-    after = rewarded(REWARDS + SHIFT)
+    after = rewarded(rewards + SHIFT)
     yield "shift invariance", not after.refused and _same(after.pull, before.pull)
-    after = rewarded(REWARDS * SCALE)
-    near = np.allclose(after.pull, before.pull, rtol=UP_TO_EPS, atol=UP_TO_EPS)
+    after = rewarded(rewards * SCALE)
+    near = _near(after.pull, before.pull, UP_TO_EPS)
     yield "scale invariance", not after.refused and near
-    order = np.array([2, 0, 3, 1])
-    by_sample = jax.tree.map(lambda leaf: leaf[:, order] if leaf.shape[:2] == (P, G) else leaf,
-                             rollouts)  # fmt: skip
+    order = _reordered(samples)
+    by_sample = take_samples(rollouts, order)
     yield "order of samples", _same(run(by_sample).pull, before.pull[:, order])
+    order = _reordered(P)
     by_group = jax.tree.map(lambda leaf: leaf[order] if leaf.ndim else leaf, rollouts)
     yield "order of groups", _same(run(by_group).pull, before.pull[order])
-    neighbours = np.concatenate([REWARDS[:1], [[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 1]]])
-    after = rewarded(neighbours)
+    after = rewarded(_widened(NEIGHBOURS, samples))
     pairs = (after.advantage, before.advantage), (after.mask, before.mask)
     yield "groups apart", all(_same(left[0], right[0]) for left, right in pairs)
     yield "unscored samples", _unscored(run, rollouts, name)
-    after = rewarded(np.where(before.mask.any(-1), REWARDS, 1 - REWARDS))
+    after = rewarded(np.where(before.mask.any(-1), rewards, 1 - rewards))
     stays = before.mask & after.mask
     yield "masked samples", _same(np.where(stays, after.pull, 0), np.where(stays, before.pull, 0))
     yield "masked tokens", _masked_tokens(run, before, rollouts)
-    turned = np.arange(T) < LENGTHS[:, ::-1, None]
-    after = run(replace(token_mask=jnp.asarray(turned)))
+    after = run(replace(token_mask=rollouts.token_mask[:, ::-1]))
     # The first token is there in both; masks of samples may be other ones by their lengths.
     yield "length", _same(after.pull[..., 0], before.pull[..., 0])
     later = rollouts.policy_version + (LATE - STEP)
@@ -181,16 +210,26 @@ def _chain_laws(
     yield "every step", _same(after.pull, before.pull)
 
 
+def take_samples(rollouts: Rollouts, places: np.ndarray) -> Rollouts:
+    """The rollouts with the samples of each group that stand at some places, or are True."""
+    shape = rollouts.truncated.shape
+
+    def take(leaf: Array) -> Array:
+        return leaf[:, places] if leaf.shape[:2] == shape else leaf
+
+    return jax.tree.map(take, rollouts)
+
+
 def _unscored(run: Run, rollouts: Rollouts, name: str) -> bool:
     """Whether a sample that no reward could score may say anything."""
-    is_out = np.zeros((P, G), bool)
+    is_out = np.zeros(rollouts.truncated.shape, bool)
     is_out[0, 1] = True
     rewards = {
         key: jnp.where(is_out, jnp.nan, value) if key == name else value
         for key, value in rollouts.rewards.items()
     }
     unscored = dataclasses.replace(rollouts, rewards=rewards)
-    spoiled = _spoil(unscored, jnp.asarray(is_out[..., None] & np.ones((P, G, T), bool)))
+    spoiled = _spoil(unscored, jnp.asarray(is_out[..., None] & np.ones(T, bool)))
     spoiled = dataclasses.replace(
         spoiled,
         token_mask=rollouts.token_mask & ~is_out[..., None] | is_out[..., None],
@@ -202,12 +241,9 @@ def _unscored(run: Run, rollouts: Rollouts, name: str) -> bool:
 
 def _is_as_not_drawn(method: Method, rollouts: Rollouts) -> bool:
     """Whether the others of each group are judged as if its second sample had not been drawn."""
-    is_out = np.arange(G) == 1
+    is_out = np.arange(rollouts.truncated.shape[1]) == 1
     rewards = {name: jnp.where(is_out, jnp.nan, x) for name, x in rollouts.rewards.items()}
     unscored = dataclasses.replace(rollouts, rewards=rewards)
-
-    def take(leaf: Array) -> Array:
-        return leaf[:, ~is_out] if leaf.shape[:2] == (P, G) else leaf
 
     @jax.jit
     def run(rollouts: Rollouts) -> tuple[Array, Array]:
@@ -216,10 +252,10 @@ def _is_as_not_drawn(method: Method, rollouts: Rollouts) -> bool:
         return judge(method.chain, rollouts, state)[:2]
 
     try:
-        fewer = run(jax.tree.map(take, rollouts))
+        fewer = run(take_samples(rollouts, ~is_out))
     except InputError:  # a chain that takes no groups of that size
         return True
-    return all(_same(take(x), y) for x, y in zip(run(unscored), fewer, strict=True))
+    return all(_same(x[:, ~is_out], y) for x, y in zip(run(unscored), fewer, strict=True))
 
 
 def _masked_tokens(run: Run, before: Pull, rollouts: Rollouts) -> bool:
@@ -233,7 +269,7 @@ def _spoil(rollouts: Rollouts, places: Array) -> Rollouts:
     """The rollouts with other contents at some places [P, G, T]."""
 
     def spoil(value: Array) -> Array:
-        if value.shape != (P, G, T):
+        if value.shape != rollouts.token_mask.shape:
             return value
         return jnp.where(
             places, jnp.asarray(jnp.nan if value.dtype == float else 7, value.dtype), value
@@ -259,11 +295,11 @@ def _loss_laws(
         return dataclasses.replace(rollouts, behavior_logp=behavior_logp, policy_version=version)
 
     # Each token by another number: a mean over the tokens of a sample is no token's ratio.
-    nudge = NUDGE / 5 * (1 + np.arange(P * G * T).reshape(P, G, T) % 5)
+    nudge = NUDGE / 5 * (1 + np.arange(logp.size).reshape(logp.shape) % 5)
     nudged = drawn(nudge)
     after = run(nudged)
     advantage = before.advantage if method.chain.importance else after.advantage
-    moved = np.abs(before.advantage) > TOLERANCE
+    moved = np.abs(before.advantage) > TOLERANCE * np.abs(before.advantage).max()
     scale = np.where(moved, advantage / np.where(moved, before.advantage, 1), 1)
     total = np.where(rollouts.token_mask, nudge, 0).sum(-1, keepdims=True)
     yield (
@@ -286,8 +322,8 @@ def _loss_laws(
 def _layouts(
     objective: Objective, rollouts: Rollouts, advantage: np.ndarray, mask: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """The gradient by log-prob [P G, T] of a batch, of its halves, of its single tokens where the
-    objective says that none depends on another, and of rows of two samples."""
+    """The gradient by log-prob, a row for each sample, of a batch, of its halves, of its single
+    tokens where the objective says that none depends on another, and of rows of two samples."""
     logp = rollouts.fields["trainer_logp"]
     live = (advantage != 0).any(-1, keepdims=True) | objective.acts_on_all
     alive = jnp.asarray(mask & live)
@@ -305,7 +341,7 @@ def _layouts(
 
         return jax.grad(loss)(tokens.logp)
 
-    half = P * G // 2
+    half = len(tokens.logp) // 2
     halves = [
         slope(*jax.tree.map(lambda leaf: leaf[rows], (tokens, weight)))  # noqa: B023
         for rows in (slice(half), slice(half, None))
@@ -355,10 +391,16 @@ def _move_neighbours(leaf: Array) -> Array:
 
 def _same(left: Any, right: Any) -> bool:
     left, right = np.asarray(left), np.asarray(right)
-    near = TOLERANCE if np.result_type(left, right) == np.float64 else ROUNDED
-    return bool(np.allclose(left, right, rtol=near, atol=near))
+    return _near(left, right, TOLERANCE if np.result_type(left, right) == np.float64 else ROUNDED)
 
 
-def broken(laws: Mapping[str, bool]) -> list[str]:
+def _near(left: np.ndarray, right: np.ndarray, tolerance: float) -> bool:
+    """Whether arrays differ by no more than a share of the largest number in them."""
+    sizes = np.abs(np.stack([left, right]).astype(float))
+    largest = sizes.max(initial=0, where=np.isfinite(sizes))
+    return bool(np.allclose(left, right, rtol=0, atol=tolerance * largest))
+
+
+def broken(laws: Mapping[str, bool | None]) -> list[str]:
     """The names of the laws that do not hold, in the order of LAWS."""
-    return [name for name in LAWS if not laws.get(name, True)]
+    return [name for name in LAWS if laws.get(name) is not None and not laws[name]]

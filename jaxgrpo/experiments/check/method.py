@@ -161,22 +161,28 @@ def _read_weights(
 
     Args:
       named: the recipe, or the parts of a chain; the weights that a chain names itself count as 1
-        here.
+        here, as do all those of a recipe of own code, which gets none from the config.
     """
     # The games' reward stands for that of an environment, which has no entry in the config.
     weights = {reward.name: reward.weight for reward in rewards} or {"reward": 1.0}
+    counted = weights
     if isinstance(named, Mapping):
-        counted = weights = {n: named.get("weights", {}).get(n, w) for n, w in weights.items()}
+        if own_code.is_reference(named["use"]):
+            weights = dict.fromkeys(weights, 1.0)
+        options = named.get("weights", {})
+        counted, weights = (
+            {name: options.get(name, weight) for name, weight in table.items()}
+            for table in (counted, weights)
+        )
     else:
         sums = next((part for part in named if part["use"] in methods.SUMS), {"use": ""})
-        counted = weights
         if not methods.takes_weights(sums):
             counted, weights = {**weights, **sums}, dict.fromkeys(weights, 1.0)
     return {name: weights[name] for name in sorted(weights, key=lambda name: counted[name] == 0)}
 
 
 def _read_own(name: str) -> Method:
-    function = own_code.load(name)
+    function = own_code.load_part(name)
     short = own_code.short_name(name)
     parameters = list(inspect.signature(function).parameters.values())
     required = [
@@ -191,15 +197,16 @@ def _read_own(name: str) -> Method:
             "not: a reward, or the prompt of a score, has no part in what a method climbs"
         )
     if len(required) == 2 and required[0] != "tokens":
-        return make_method(short, _behind_sum(registry.build([function]).steps[0][1]))
+        return make_method(short, _behind_sum(_make_step(function)))
     if required == ["tokens"]:
         return make_method(short, surrogate=function)
     if required:
         raise InputError(
             f"check {name}: {short}{inspect.signature(function)} takes {', '.join(required)}: "
             "expected (signal, rollouts) -> signal, an advantage; (tokens) -> (loss per token, "
-            "metrics), a surrogate; or no arguments, a function that returns a chain, a surrogate, "
-            "a reduction, a penalty, or losses.Objective"
+            "metrics), a surrogate; or no arguments, a function that returns a chain, the list of "
+            "its steps, a surrogate, a reduction, a penalty, or losses.Objective; where it takes "
+            "options, name it in a config and check that"
         )
     return _from_part(name, short, call(short, function, {}))
 
@@ -219,11 +226,16 @@ def _from_part(name: str, short: str, part: Any) -> Method:
             method = make(part)
             refuse_unknown(method)
             return method
+    if isinstance(part, list | str) or type(part) is tuple:  # as a recipe of own code may return
+        return make_method(short, advantages.build(part))
+    if loss_registry.takes_tokens(part):
+        return make_method(short, surrogate=Surrogate(short, part))
     if callable(part):
-        return make_method(short, _behind_sum(registry.build([part]).steps[0][1]))
+        return make_method(short, _behind_sum(_make_step(part)))
     raise InputError(
         f"check {name}: {short}() returned {type(part).__name__}, expected a chain "
-        "(jaxgrpo.chain), a surrogate, a reduction, a penalty, or losses.Objective"
+        "(jaxgrpo.chain), the list of its steps, a surrogate, a reduction, a penalty, or "
+        "losses.Objective"
     )
 
 
@@ -233,6 +245,14 @@ def _with_objective(name: str, objective: Objective) -> Method:
     built = make_method(name, None, objective.surrogate, objective.reduction, penalties)
     options: Any = {"penalties_on": objective.penalties_on, "proximal": objective.proximal}
     return built._replace(objective=built.objective._replace(**options))
+
+
+def _make_step(function: Callable[..., Any]) -> AdvantageTransform:
+    """A step of own code."""
+    try:
+        return registry.build([function]).steps[0][1]
+    except InputError as error:  # the list is ours, not the user's
+        raise InputError(str(error).removeprefix("advantage[0]: ")) from None
 
 
 def _behind_sum(step: AdvantageTransform) -> AdvantageTransform:

@@ -68,7 +68,7 @@ class Report(NamedTuple):
     bias: float
     noise: float
     flat_groups: dict[str, float | None]
-    laws: dict[str, bool]
+    laws: dict[str, bool | None]  # None: not judged
     penalty: dict[str, Any] | None
     rows: list[Row]
 
@@ -90,7 +90,7 @@ def check(method: Method, sizes: Sizes = SIZES) -> Report:
     """
     bare = method._replace(objective=method.objective._replace(penalties=()))
     with jax.enable_x64(True):
-        laws = check_laws(method)
+        laws: dict[str, bool | None] = {**check_laws(method)}
         rows = measure(bare, 1 if laws["groups apart"] else 2, sizes)
         penalty = measure_penalty(method)
         laws["KL"] = pulls_as_kl(method, penalty)
@@ -99,10 +99,8 @@ def check(method: Method, sizes: Sizes = SIZES) -> Report:
     scales = np.array([row.scale[target] for row in main])
     low, high = scales.min(), scales.max()
     even = all(row.bias[target] < EXACT for row in main)
-    spans = [np.ptp([row.scale[target] for row in main if row.game == name], axis=0).max()
-             for name in {row.game for row in main}]  # fmt: skip
     laws["finite"] = not any(row.skipped for row in rows)
-    laws["group size"] = max(spans) < EXACT * max(1, abs(high))
+    laws["group size"] = _is_for_every_size(main, target)
     laws["unit scale"] = even and abs(low - 1) < EXACT and abs(high - 1) < EXACT
     last = max(bandit_rows(main), key=lambda row: row.group_size)
     flat = {"all_fail": last.flat[0], "all_pass": last.flat[1], "share": last.flat_share}
@@ -112,6 +110,18 @@ def check(method: Method, sizes: Sizes = SIZES) -> Report:
     return Report(
         *(method.name, climbs, target, cosine, ends, bias, last.noise, flat, laws, penalty, rows)
     )
+
+
+def _is_for_every_size(rows: Sequence[Row], target: str) -> bool | None:
+    """Whether an update is the same multiple of a target's gradient for every group size; None
+    where the chain takes a single size."""
+    scales: dict[str, list[np.ndarray]] = {}
+    for row in rows:
+        scales.setdefault(row.game, []).append(row.scale[target])
+    several = [np.stack(by_size) for by_size in scales.values() if len(by_size) > 1]
+    largest = max((np.abs(by_size).max() for by_size in several), default=0.0)
+    spans = [np.ptp(by_size, axis=0).max() for by_size in several]
+    return max(spans) < EXACT * max(EXACT, largest) if spans else None
 
 
 def measure(method: Method, prompts: int, sizes: Sizes) -> list[Row]:
@@ -207,6 +217,7 @@ def _compare(
     mean, update = slopes[targets.MEAN], expected.update
     aside = update - _scale(update, mean)[:, None, None] * mean
     size, square = _norm(update), float((expected.square).sum())
+    smallest = EXACT * _norm(mean)
     rates = np.exp(_sample_logp(game, logits)) @ game.rewards["binary"]
     ends = expected.advantage.T
     flat = [None if np.isnan(end).all() else round(float(np.nanmean(end)), 12) for end in ends]
@@ -220,10 +231,10 @@ def _compare(
         cosine=_cosine(update, mean),
         bias={name: _distance(update, slope) for name, slope in slopes.items()},
         scale={name: _scale(update, slope) for name, slope in slopes.items()},
-        aside=np.sqrt((aside**2).sum((1, 2))) / max(size, EXACT),
-        noise=square / size**2 - 1 if size > EXACT else float("inf"),
+        aside=np.sqrt((aside**2).sum((1, 2))) / max(size, smallest),
+        noise=square / size**2 - 1 if size > smallest else float("inf"),
         flat=(flat[0], flat[1]),
-        flat_share=_norm(expected.failed + expected.passed) / max(size, EXACT),
+        flat_share=_norm(expected.failed + expected.passed) / max(size, smallest),
         skipped=float(expected.skipped.max()),
     )
 

@@ -20,6 +20,7 @@ from jaxgrpo.config.ranges import LARGEST_SEED
 from jaxgrpo.config.reading import printed_entry, show
 from jaxgrpo.core.errors import ConfigError, suggest
 from jaxgrpo.data import storage
+from jaxgrpo.experiments.compare.exchanges import seeds_needed
 
 SHIPPED_EXPERIMENTS = SHIPPED / "experiments"
 MAY_DIFFER = (
@@ -308,23 +309,22 @@ def read(raw: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     return values
 
 
-def seeds_needed(comparisons: int, level: float) -> int:
-    """With how many seeds the smallest corrected p is at most `level`."""
-    return next(seeds for seeds in itertools.count(1) if comparisons * 2.0 / 2**seeds <= level)
-
-
 def set_apart(values: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(seeds that are judged, seeds that rates are chosen on) of a file without `tuning_seeds`.
 
     The last third of the seeds is for tuning, but no seed that the tests need to reach the level;
-    none if that leaves fewer than SPARE, or if no arm has several rates.
+    none if that leaves fewer than SPARE, if no number of seeds reaches it, or if no arm has several
+    rates.
     """
     seeds, arms = values["seeds"], values["arms"]
     arm_rates = [values["own_rates"].get(arm, values["learning_rates"]) for arm in arms]
     comparisons = len(values.get("tests", ())) or len(arms) - 1
     level = values.get("level", KEYS["level"].default)
-    spare = min(len(seeds) - seeds_needed(comparisons, level), max(SPARE, len(seeds) // 3))
-    if spare < SPARE or max(map(len, arm_rates)) == 1:
+    needed_seeds = seeds_needed(comparisons, level)
+    if needed_seeds is None or max(map(len, arm_rates)) == 1:
+        return seeds, ()
+    spare = min(len(seeds) - needed_seeds, max(SPARE, len(seeds) // 3))
+    if spare < SPARE:
         return seeds, ()
     return seeds[:-spare], seeds[-spare:]
 

@@ -13,7 +13,8 @@ from matplotlib.ticker import MaxNLocator
 from jaxgrpo.evaluation.evaluate import powers
 from jaxgrpo.evaluation.intervals import student_interval
 from jaxgrpo.experiments.compare import numbers, results
-from jaxgrpo.experiments.compare.experiment import SPARE, Experiment, seeds_needed
+from jaxgrpo.experiments.compare.exchanges import DRAWN, EXACT, seeds_needed
+from jaxgrpo.experiments.compare.experiment import SPARE, Experiment
 from jaxgrpo.experiments.compare.results import Estimate, Outcome, Outcomes, Table, arm_values
 from jaxgrpo.experiments.sections import Section, chart
 from jaxgrpo.training.records.report import charts, html
@@ -114,9 +115,12 @@ def describe_detectable(experiment: Experiment) -> str:
         f"({', '.join(tested)} with {experiment.control})."
     )
     if corrected_p > experiment.level:
+        more_seeds = f"take {needed_seeds} seeds or more"
+        if needed_seeds is None:
+            more_seeds = f"more seeds are judged by {DRAWN} drawn exchanges; set level higher"
         text += (
-            f" At the level {experiment.level:g} no difference can be shown, however large: take "
-            f"{needed_seeds} seeds or more, or name fewer arms in `tests` before looking."
+            f" At the level {experiment.level:g} no difference can be shown, however large: "
+            f"{more_seeds}, or name fewer arms in `tests` before looking."
         )
     return f"{text} {no_p_text}".strip()
 
@@ -174,8 +178,8 @@ def _how_chosen(experiment: Experiment) -> str:
     if experiment.tuning_seeds:
         seeds = ", ".join(map(str, experiment.tuning_seeds))
         basis = f"tuning seeds {seeds}, which count nowhere else."
-    drawn = len(experiment.seeds) > results.EXACT
-    kind = f"{results.DRAWN} drawn exchanges" if drawn else "exact"
+    drawn = len(experiment.seeds) > EXACT
+    kind = f"{DRAWN} drawn exchanges" if drawn else "exact"
     return (
         f"Rates are those of {means} over the {basis} Intervals: Student's t over seeds, which "
         "takes them as normal; skewed ones are missed more often; cut where the metric's range "
@@ -199,7 +203,10 @@ def _tuning_section(experiment: Experiment, outcomes: Outcomes) -> list[Section]
 
 def _seeds_apart(experiment: Experiment) -> str:
     """What to do for rates that are chosen on seeds of their own."""
-    enough = seeds_needed(len(experiment.tested), experiment.level) + SPARE
+    needed_seeds = seeds_needed(len(experiment.tested), experiment.level)
+    if needed_seeds is None:
+        return "Give tuning_seeds."
+    enough = needed_seeds + SPARE
     return f"Give tuning_seeds, or {enough} seeds or more, of which some are then set apart."
 
 
@@ -209,6 +216,8 @@ def _pass_section(experiment: Experiment, runs_by_arm: Mapping[str, list[Outcome
     samples = len(next(iter(passes_by_arm.values()))["base"])
     sizes = powers(4, samples)
     rows = [["arm", *(f"pass@{k}, base → trained" for k in sizes), "below the base from k"]]
+    needed_seeds = seeds_needed(1, experiment.level)
+    takes = "no number of seeds does" if needed_seeds is None else f"takes {needed_seeds} seeds"
     for arm, arm_passes in passes_by_arm.items():
         below = arm_passes["below_the_base_from"] or f"none shown up to {samples}"
         means = [
@@ -219,7 +228,7 @@ def _pass_section(experiment: Experiment, runs_by_arm: Mapping[str, list[Outcome
         "Means over seeds and prompts, unbiased. The last column: the smallest k at which the "
         "trained model is shown to solve less than the base: the 95% interval over seeds of the "
         "difference lies wholly below 0, and p, corrected for all k, is at most "
-        f"{experiment.level:g} (which takes {results.seeds_needed(1, experiment.level)} seeds). "
+        f"{experiment.level:g} (which {takes}). "
         "Both are drawn again, so that means alone cross by chance."
     )
     return Section("pass@k before and after", [text], rows)

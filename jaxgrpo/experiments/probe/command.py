@@ -10,6 +10,7 @@ from typing import Any, Unpack
 from rich.console import Console
 
 from jaxgrpo.config import own_code
+from jaxgrpo.config.contenders import split_names
 from jaxgrpo.config.files import Config, flat
 from jaxgrpo.config.keys import DataKeys, EvalKeys
 from jaxgrpo.config.tables import AskOverrides
@@ -109,7 +110,7 @@ def main(
         refuse_with_methods(samples=samples, num_prompts=prompts)
         if level != LEVEL:
             raise InputError("--level: an atlas has no intervals; leave it out")
-        names = [name.strip() for name in methods.split(",")]
+        names = split_names(methods)
         with telling(console, "probe: atlas"):
             numbers = atlas.probe_atlas(target, names, data, reward, overrides, {})
         shown = atlas

@@ -15,7 +15,7 @@ import tomli_w
 from jaxgrpo.cli.main import main
 from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import ConfigError, InputError
-from jaxgrpo.experiments.compare import command, results
+from jaxgrpo.experiments.compare import command, exchanges, results
 from jaxgrpo.experiments.compare import experiment as experiments
 from jaxgrpo.training import loop
 
@@ -133,7 +133,7 @@ def test_seeds_are_set_apart_for_tuning_where_they_suffice(tmp_path):
         return len(experiment.seeds), experiment.tuning_seeds
 
     comparisons = len(load(tmp_path).tested)
-    needed = experiments.seeds_needed(comparisons, 0.05)
+    needed = exchanges.seeds_needed(comparisons, 0.05) or 0
     assert split(seeds=needed + 2) == (needed + 2, ())
     assert split(seeds=needed + 3) == (needed, (needed, needed + 1, needed + 2))
     assert split(seeds=30) == (20, tuple(range(20, 30)))

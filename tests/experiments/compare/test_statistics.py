@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxgrpo.evaluation.intervals import student_interval
-from jaxgrpo.experiments.compare import results
+from jaxgrpo.experiments.compare import exchanges, results
 
 
 def best(values):
@@ -38,7 +38,7 @@ def test_the_exchange_test_counts_every_exchange(rates):
         arm, control = random.normal(size=(2, rates, 6))
         arm = arm + shift
         expected = brute_force(arm.tolist(), control.tolist())
-        assert results.exchange_test(arm, control) == pytest.approx(expected)
+        assert exchanges.exchange_test(arm, control) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("scale", [0.01, 1e6])
@@ -48,19 +48,19 @@ def test_exchanges_that_tie_with_the_observed_one_count_whatever_the_size_of_val
     for _ in range(10):
         thirds = random.integers(300, 316, (2, 2, 6))
         expected = brute_force(*thirds.tolist())
-        assert results.exchange_test(*(thirds * scale / 3)) == pytest.approx(expected)
+        assert exchanges.exchange_test(*(thirds * scale / 3)) == pytest.approx(expected)
 
 
 def test_equal_arms_have_p_1_and_what_all_seeds_agree_on_the_smallest():
     same = np.array([[0.3, 0.5, 0.2]])
-    assert results.exchange_test(same, same) == 1
-    assert results.sign_flip_test(np.zeros(7)) == 1
+    assert exchanges.exchange_test(same, same) == 1
+    assert exchanges.sign_flip_test(np.zeros(7)) == 1
     # By hand: only all + and all - are as far from 0, 2 of 2^7.
-    assert results.sign_flip_test(np.array([1, 2, 3, 4, 5, 6, 7])) == 2 / 128
-    assert results.sign_flip_test(-np.array([1, 2, 3, 4, 5, 6, 7])) == 2 / 128
-    assert results.smallest_p(7) == 2 / 128
+    assert exchanges.sign_flip_test(np.array([1, 2, 3, 4, 5, 6, 7])) == 2 / 128
+    assert exchanges.sign_flip_test(-np.array([1, 2, 3, 4, 5, 6, 7])) == 2 / 128
+    assert exchanges.smallest_p(7) == 2 / 128
     # Signs of (3, -1): sums 2, 4, -4, -2; all four are at least 2 away from 0.
-    assert results.sign_flip_test(np.array([3, -1])) == 1
+    assert exchanges.sign_flip_test(np.array([3, -1])) == 1
 
 
 def test_many_seeds_are_judged_by_drawn_exchanges():
@@ -68,32 +68,43 @@ def test_many_seeds_are_judged_by_drawn_exchanges():
     difference = random.normal(0.5, 1.0, 14)
     signs = np.array(list(itertools.product([1, -1], repeat=14)))
     exact = (abs(signs @ difference) >= abs(difference.sum()) - 1e-9).mean()
-    estimate = results.sign_flip_test(difference)
-    error = math.sqrt(exact * (1 - exact) / results.DRAWN)
+    estimate = exchanges.sign_flip_test(difference)
+    error = math.sqrt(exact * (1 - exact) / exchanges.DRAWN)
     assert estimate == pytest.approx(exact, abs=5 * error)
-    assert estimate == results.sign_flip_test(difference)
-    assert results.sign_flip_test(np.ones(40)) == results.smallest_p(40) > 0
+    assert estimate == exchanges.sign_flip_test(difference)
+    assert exchanges.sign_flip_test(np.ones(40)) == exchanges.smallest_p(40) > 0
     # Of 13 seeds 2 of 2^13 exchanges reach it, and as many as happen to be of those drawn.
     for seeds in (12, 13, 14, 15):
-        smallest = results.smallest_p(seeds)
-        assert results.sign_flip_test(np.linspace(0.5, 1.5, seeds)) == smallest
+        smallest = exchanges.smallest_p(seeds)
+        assert exchanges.sign_flip_test(np.linspace(0.5, 1.5, seeds)) == smallest
         assert 1 / 20_001 <= smallest <= 3 * 2 / 2**seeds
 
 
 def test_holm_of_a_table_worked_by_hand():
     # Sorted .01 .02 .03 .04 times 4 3 2 1: .04 .06 .06 .04, then never falling.
     p = {"b": 0.02, "d": 0.04, "a": 0.01, "c": 0.03}
-    corrected = results.holm(p)
+    corrected = exchanges.holm(p)
     assert list(corrected) == list(p)
     assert corrected == pytest.approx({"a": 0.04, "b": 0.06, "c": 0.06, "d": 0.06})
-    assert results.holm({"a": 0.7, "b": 0.8}) == {"a": 1.0, "b": 1.0}
-    assert results.holm({}) == {}
+    assert exchanges.holm({"a": 0.7, "b": 0.8}) == {"a": 1.0, "b": 1.0}
+    assert exchanges.holm({}) == {}
 
 
 def test_seven_seeds_cannot_show_five_differences_and_nine_can():
-    assert 5 * results.smallest_p(7) > 0.05 >= 5 * results.smallest_p(9)
-    assert results.seeds_needed(5, 0.05) == 8  # 5 * 2 / 256 = .039
-    assert results.seeds_needed(1, 0.05) == 6
+    assert 5 * exchanges.smallest_p(7) > 0.05 >= 5 * exchanges.smallest_p(9)
+    assert exchanges.seeds_needed(5, 0.05) == 8  # 5 * 2 / 256 = .039
+    assert exchanges.seeds_needed(1, 0.05) == 6
+
+
+def test_no_seeds_are_advised_with_which_the_level_is_not_reached():
+    for comparisons, level in ((1, 1e-4), (5, 1e-3), (1, 6e-5)):
+        seeds = exchanges.seeds_needed(comparisons, level) or 0
+        assert seeds > exchanges.EXACT
+        agreeing = np.linspace(0.5, 1.5, seeds)
+        assert comparisons * exchanges.sign_flip_test(agreeing) <= level
+    # The observed one of 20,001 exchanges always counts.
+    assert exchanges.seeds_needed(1, 4e-5) is None
+    assert exchanges.sign_flip_test(np.ones(200)) > 4e-5
 
 
 def test_the_interval_is_students():
@@ -149,8 +160,8 @@ def test_differences_that_are_noise_seldom_cross():
 def test_sign_flips_of_one_number_are_the_sign_flip_test_and_of_several_brute_force():
     random = np.random.default_rng(2)
     differences = random.normal(0.4, 1.0, (6, 3))
-    single = results.sign_flip_tests(differences[:, :1])
-    assert single[0] == pytest.approx(results.sign_flip_test(differences[:, 0]))
+    single = exchanges.sign_flip_tests(differences[:, :1])
+    assert single[0] == pytest.approx(exchanges.sign_flip_test(differences[:, 0]))
     size = [math.sqrt(sum(d * d for d in column) / 6) for column in differences.T]
     expected = np.zeros(3)
     for signs in itertools.product([1, -1], repeat=6):
@@ -162,12 +173,12 @@ def test_sign_flips_of_one_number_are_the_sign_flip_test_and_of_several_brute_fo
             abs(column.mean()) / scale for column, scale in zip(differences.T, size, strict=True)
         ]
         expected += [max(flipped) >= value - 1e-9 for value in observed]
-    np.testing.assert_allclose(results.sign_flip_tests(differences), expected / 2**6)
+    np.testing.assert_allclose(exchanges.sign_flip_tests(differences), expected / 2**6)
     many = random.normal(1.0, 1.0, (14, 1))
-    assert results.sign_flip_tests(many)[0] == pytest.approx(
-        results.sign_flip_test(many[:, 0]), abs=0.01
+    assert exchanges.sign_flip_tests(many)[0] == pytest.approx(
+        exchanges.sign_flip_test(many[:, 0]), abs=0.01
     )
-    assert results.sign_flip_tests(np.zeros((7, 2))).tolist() == [1, 1]
+    assert exchanges.sign_flip_tests(np.zeros((7, 2))).tolist() == [1, 1]
 
 
 def test_a_band_is_the_interval_at_each_place():
@@ -185,9 +196,9 @@ def rejected(noise, seeds, tuning, rounds, rates=3):
         control = random.normal(size=(rates, seeds + tuning))
         if tuning:
             judged = (of[results.choose(of[:, seeds:]), :seeds] for of in (arm, control))
-            false += results.sign_flip_test(np.subtract(*judged)) <= 0.05
+            false += exchanges.sign_flip_test(np.subtract(*judged)) <= 0.05
         else:
-            false += results.exchange_test(arm, control) <= 0.05
+            false += exchanges.exchange_test(arm, control) <= 0.05
     return false / rounds
 
 
@@ -205,13 +216,13 @@ def test_ten_arms_that_are_the_same_are_found_to_differ_no_oftener_than_the_leve
     """Seeds differ, the noise is skewed, the best of the rates is taken: all by chance."""
     random = np.random.default_rng(rates)
     level, seeds, rounds = 0.05, 9, 250
-    assert 9 * results.smallest_p(seeds) < level, "else nothing could be found at all"
+    assert 9 * exchanges.smallest_p(seeds) < level, "else nothing could be found at all"
     false = 0
     for _ in range(rounds):
         of_seed = random.normal(size=seeds)
         arms = of_seed + random.exponential(size=(10, rates, seeds))
-        p = {str(i): results.exchange_test(arms[i], arms[0]) for i in range(1, 10)}
-        false += min(results.holm(p).values()) <= level
+        p = {str(i): exchanges.exchange_test(arms[i], arms[0]) for i in range(1, 10)}
+        false += min(exchanges.holm(p).values()) <= level
     assert false / rounds <= level + 3 * math.sqrt(level * (1 - level) / rounds)
-    better = {"1": results.exchange_test(arms[1] + 5, arms[0])}
-    assert results.holm(better)["1"] <= level, "and a real difference is found"
+    better = {"1": exchanges.exchange_test(arms[1] + 5, arms[0])}
+    assert exchanges.holm(better)["1"] <= level, "and a real difference is found"
