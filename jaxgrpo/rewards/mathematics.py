@@ -45,7 +45,8 @@ def math_answer(
     one set. Else it is LaTeX between signs of mathematics, or a plain number. `\\frac{1}{2}`, `0.5`
     and `2/4` are equal; so are sets in another order, and expressions that simplify to the same.
     Only what follows a `</think>` is read, if there is one, and of that what stands in the last
-    pair of `<answer>` tags. A completion without an answer, or whose box cannot be read, gets 0.
+    pair of `<answer>` tags. A completion without an answer, whose box cannot be read, or that ends
+    in a thought which began with `<think>`, gets 0.
     Unicode (`2√3`, `3½`, `10⁻⁵`), mixed numbers (`3 1/2`) and units in words are read in gold
     answers and completions alike.
 

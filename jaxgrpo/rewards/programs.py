@@ -76,7 +76,8 @@ class Sandbox(NamedTuple):
 def find_program(completion: str) -> str:
     r"""The program of a completion: its last block of Python, or all of it if it has no blocks.
 
-    Only what follows a `</think>` is read, if there is one. "" if no block is Python.
+    Only what follows a `</think>` is read, if there is one. "" if no block is Python, or a thought
+    that begins with `<think>` has not ended.
 
     >>> find_program("So:\n```python\nprint(1)\n```\nIt prints\n```text\n1\n```")
     'print(1)\n'

@@ -69,7 +69,11 @@ PLACES = {
     "71,72": "72",
     # Thoughts are not read.
     "<think>#### 5</think>72": "72",
-    "<think>72": "72",
+    "<think>72": None,
+    "\n<think>\nThe answer is 72. Wait": None,
+    "<think>71</think>\n<think>72": None,
+    "The tag <think> is 72 pixels wide": "72",
+    "a thought that the template opened</think>72": "72",
     "<think>#### 72</think>": None,
     # None at all.
     "": None,

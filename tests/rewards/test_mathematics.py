@@ -63,6 +63,7 @@ CASES = [
     (r"Either \boxed{5} or \boxed{6}", "6", 0),
     (r"<think>\boxed{5}</think> \boxed{6}", "6", 1),
     (r"<think>\boxed{6}</think>", "6", 0),
+    (r"<think>So it is \boxed{6}. Wait", "6", 0),
     ("no idea", "6", 0),
     ("", "6", 0),
     (r"\boxed{6}", "", None),

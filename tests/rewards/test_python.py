@@ -140,6 +140,7 @@ def test_what_tests_call_is_a_function_of_the_program_though_python_has_the_name
         ("def double(value): return value + value or print(1)", MBPP, 1),
         ("def double(value): return 6", MBPP, 0),
         ("double is easy", MBPP, 0),
+        (f"<think>{RIGHT}\nWait", MBPP, 0),
         ("```bash\nls\n```", MBPP, 0),
         ("", MBPP, 0),
         ("    return math.sqrt(value)\n", HUMAN_EVAL, 1),
