@@ -45,7 +45,9 @@ _SYMBOLS = str.maketrans(
 )
 """Signs that math-verify does not know, or not in texts without LaTeX."""
 
-_BRACES = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
+_BRACES = r"\{[^{}]*\}"
+for _ in range(4):  # braces in braces
+    _BRACES = rf"\{{(?:[^{{}}]|{_BRACES})*\}}"
 _GROUP = re.compile(_BRACES)
 _PARENTHESES = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
 _NUMBER = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
@@ -76,6 +78,13 @@ def _mixed(match: re.Match[str]) -> str:
     return rf"{integer}\frac{{{over}}}{{{under}}}" if int(over) < int(under) else match.group()
 
 
+def _repeating(match: re.Match[str]) -> str:
+    r"""Twenty-one ninths of `2.\overline{3}`."""
+    before, once, again = match[1], match[2], match[3] or match[4]
+    less, digits = int(f"0{before}{once}"), int(f"{before}{once}{again}")
+    return rf"\frac{{{digits - less}}}{{{(10 ** len(again) - 1) * 10 ** len(once)}}}"
+
+
 _SPELLINGS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"\\(?:boxed|fbox)\s*(?=\{)", r"\\boxed"),
     (r"\\varnothing(?![A-Za-z])|\\\{\s+\\\}", r"\\emptyset "),
@@ -93,7 +102,15 @@ _SPELLINGS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)", lambda match: match.group().replace(" ", "")),
     (rf"(?<![\w.])({_NUMBER})[eE]([-+]?)0*(\d+)(?!\w|\.\d)", r"\1 \\cdot 10^{\2\3}"),
     (r"(?<![\w./^}])(\d+) +(\d+) ?/ ?(\d+)(?!\w|[./]\d)", _mixed),
+    (
+        r"(?<![\w.,}])(\d{0,20})\.(\d{0,20})\\(?:overline|bar|dot)"
+        r"(?:\s*\{(\d{1,20})\}|\s*(\d))(?!\d|\s*\\(?:overline|bar|dot))",
+        _repeating,
+    ),
+    (r"(?<=\d)\s*\^\s*(\{\s*)?\\(?:text|textrm|mathrm|mbox)\{(?:st|nd|rd|th)\}(?(1)\s*\})", ""),
+    (r"(?<=\d)(?:st|nd|rd|th)(?![A-Za-z])", ""),
     (r"(?<=\d)\s*(?:percent(?:age)?|pct)\b", "%"),
+    (rf"(\\[dt]?frac\s*(?:{_BRACES}|\d)\s*(?:{_BRACES}|\d))\s*\\?%", r"\1"),
     (rf"(?<=\d)\s*({'|'.join(_TIMES)})s?\b", lambda match: rf" \cdot {_TIMES[match[1]]}"),
 ]
 """How texts write what LaTeX writes otherwise, in this order."""
@@ -120,10 +137,13 @@ _FORMULA = re.compile(r"\\(?:sqrt|frac|pi|infty|cdot|times|div|pm)|π|[\^_]\{")
 _CURRENCY = re.compile(
     r"(?:(?:US)?\\?[$€£¥₹]|\bRs\b\.?)(?=\s?[-\d.\\])|(?<=[\d}])\s?(?:[€£¥₹]|\\\$)"
 )
+_SIGNS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
+_INSIDE = re.compile(rf"(?<!\\){_BRACES}")
+_SET = re.compile(r"(?:\\left)?\\\{(.*?)(?:\\right)?\\\}", re.DOTALL)
 _LEADING = re.compile(r"(?:=|\\(?:approx|simeq)(?![A-Za-z]))\s*")
 _UNIT = re.compile(
-    r"(?P<rest>.*[\d})!])(?P<gap>\s*)(?P<first>[A-Za-z]+)\.?(?P<more>(?:[\s/-]+[A-Za-z]+\.?)*)"
-    r"(?:\^(?:\d|\{\d\}))?",
+    r"(?P<rest>.*(?:[\d})!π]|\\pi(?=\s)))(?P<gap>\s*)(?P<first>[A-Za-z]+)\.?"
+    r"(?P<more>(?:[\s/-]+[A-Za-z]+\.?)*)(?:\^(?:\d|\{\d\}))?",
     re.DOTALL,
 )
 _WORDS = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf)|mbox)\{(\s*[-+.\d$€£¥][^{}]*)\}")
@@ -186,11 +206,27 @@ def bare(content: str) -> str:
         return content if _CONNECTING & {*content.split()} else rf"\text{{{content}}}"
     unit = _UNIT.fullmatch(content)
     if unit is None or re.search(r"\\text|(?<![\\A-Za-z])[A-Za-z]{3}", unit["rest"]):
-        return content
+        return both_signs(content)
     first, more = unit["first"], unit["more"]
     is_word = bool(unit["gap"]) and len(first) > 2 and bool(re.search("[aeiou]", first))
     is_unit = is_word or first in _SHORT_UNITS or first + more == "m/s"
-    return unit["rest"] if is_unit and not _CONNECTING & {first, *more.split()} else content
+    is_left_out = is_unit and not _CONNECTING & {first, *more.split()}
+    return both_signs(unit["rest"] if is_left_out else content)
+
+
+def both_signs(latex: str) -> str:
+    r"""Both numbers of a fraction or root with one plus-minus in it: math-verify reads `\pm` alone
+    or between the terms of a sum.
+
+    >>> both_signs(r"\frac{1 \pm \sqrt{5}}{2}"), both_signs(r"1 \pm \sqrt{5}")
+    ('\\frac{1 + \\sqrt{5}}{2}, \\frac{1 - \\sqrt{5}}{2}', '1 \\pm \\sqrt{5}')
+    """
+    is_inside = any(_SIGNS.search(group) for group in _INSIDE.findall(latex))
+    if not is_inside or len(_SIGNS.findall(latex)) > 1:
+        return latex
+    members = _SET.fullmatch(latex)
+    latex = members[1] if members else latex
+    return ", ".join(_SIGNS.sub(sign, latex) for sign in "+-")
 
 
 def in_tags(text: str) -> str:

@@ -46,18 +46,17 @@ def math_answer(
     and `2/4` are equal; so are sets in another order, and expressions that simplify to the same.
     Only what follows a `</think>` is read, if there is one, and of that what stands in the last
     pair of `<answer>` tags. A completion without an answer, whose box cannot be read, or that ends
-    in a thought which began with `<think>`, gets 0.
-    Unicode (`2√3`, `3½`, `10⁻⁵`), mixed numbers (`3 1/2`) and units in words are read in gold
-    answers and completions alike.
+    in a thought which began with `<think>`, gets 0. Unicode (`2√3`, `3½`, `10⁻⁵`), mixed numbers,
+    repeating decimals and units in words are read in gold answers and completions alike.
 
     A gold answer that cannot be read as a whole, or that does not equal itself in a box, leaves its
     samples unscored; a warning names the first few, and `math/unread` is their share.
 
     Each is judged in a process that does nothing else, since some answers never end: `9^{9^{9^9}}`.
-    One that takes too long, or ends its process, leaves its sample unscored, is remembered and not
-    judged again in this run. Their shares are the metrics `math/timed_out` and `math/crashed`.
-    Completions that take more than half a second are judged last, and have the time limit as long
-    as those without a score have not taken the batch limit together.
+    One that takes too long, or ends its process, leaves its sample unscored, and is not judged
+    again in this run. The shares are the metrics `math/timed_out` and `math/crashed`. Completions
+    that take more than half a second are judged last, and have the time limit as long as those
+    without a score have not taken the batch limit together.
 
     Args:
       completions: texts, or messages.

@@ -23,7 +23,7 @@ from jaxgrpo.rewards import (
     preview,
     workers,
 )
-from jaxgrpo.rewards.math_program import as_latex
+from jaxgrpo.rewards.math_program import as_latex, both_signs
 from jaxgrpo.rewards.mathematics import NEEDED, PROGRAM
 from jaxgrpo.rewards.workers import GRACE
 
@@ -325,6 +325,21 @@ EQUAL = {
     r"\emptyset": [r"\boxed{\varnothing}", r"\boxed{∅}", r"\boxed{\{ \}}"],
     r"\log_2 8": [r"\boxed{3}", r"\boxed{\log_2 8}"],
     "√√16": [r"\boxed{2}", r"\boxed{\sqrt{\sqrt{16}}}"],
+    r"\frac{1}{3}": [r"\boxed{0.\overline{3}}", r"It is $0.\bar{3}$.", r"\boxed{0.\dot3}"],
+    r"2.3\overline{45}": [r"\boxed{\frac{129}{55}}", r"\boxed{2.3\overline{45}}"],
+    r"\frac{1 \pm \sqrt{5}}{2}": [
+        r"\boxed{x = \frac{1 \pm \sqrt{5}}{2}}",
+        r"\boxed{\frac{1 - \sqrt{5}}{2}, \frac{1 + \sqrt{5}}{2}}",
+    ],
+    r"3, \sqrt{2 + \sqrt{3}}, \sqrt{2 - \sqrt{3}}": [
+        *(r"\boxed{3, \sqrt{2 \pm \sqrt{3}}}", r"\boxed{\left\{3, \sqrt{2 \pm \sqrt{3}}\right\}}"),
+        r"\boxed{3, \sqrt{\frac{4 \pm 2\sqrt{3}}{2}}}",
+    ],
+    r"60\pi": [r"\boxed{60\pi cm^2}", r"\boxed{60\pi \text{ cm}^2}", "It is 60π cm²."],
+    "60π cm²": ["60π", r"\boxed{60\pi}"],
+    r"\pi R^2 h": [r"\boxed{\pi h R^2}"],
+    r"\frac{100}{3}\%": [r"\boxed{33\frac{1}{3}\%}", r"\boxed{\frac{100}{3} \%}"],
+    r"2^{\text{nd}}": [r"\boxed{2}", r"\boxed{2nd}", r"\boxed{2^\text{nd}}"],
 }
 UNEQUAL = {
     "2√3": ["2", "3", r"\boxed{\sqrt{3}}"],
@@ -338,6 +353,8 @@ UNEQUAL = {
     "0": [r"\boxed{0.0000001}"],
     "2.3": [r"\boxed{2.\overline{3}}"],
     "1 000 000": ["0", "1"],
+    r"\frac{1}{3}": ["0.333", r"\boxed{0.\overline{34}}"],
+    r"\frac{1 + \sqrt{5}}{2}": [r"\boxed{\frac{1 \pm \sqrt{5}}{2}}"],
 }
 UNREAD = [
     *(
@@ -352,9 +369,14 @@ UNREAD = [
 ]
 
 
-def test_a_long_run_of_digits_is_read_in_linear_time():
+@pytest.mark.parametrize(
+    "piece", ["1", "0.", "{", r"\frac{1", r"\pm{", r"1\overline{", "Answer: ", "*"]
+)
+def test_a_text_that_repeats_itself_is_read_in_linear_time(piece):
+    text = f"Answer:{piece * (40_000 // len(piece))}"
     began = time.process_time()
-    assert as_latex("1" * 40_000) == "1" * 40_000
+    assert "".join(as_latex(text).split()) == "".join(text.split())
+    assert both_signs(text) == text
     assert time.process_time() - began < 1
 
 
