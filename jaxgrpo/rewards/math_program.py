@@ -17,7 +17,7 @@ import itertools
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 DECIMALS = 6  # in which floats are compared, as in math-verify; more for numbers below 0.01
@@ -359,13 +359,14 @@ class Grader:
 
     def _equal(self, gold: list[Any], answer: list[Any]) -> bool:
         extra = extra_digits([*gold[:1], *answer[:1]])
-        return self._verify(
-            gold,
-            answer,
+        verify = functools.partial(
+            self._verify,
             float_rounding=DECIMALS + extra,
             numeric_precision=PRECISION + extra,
             timeout_seconds=None,
         )
+        sets = as_sets(gold[:1] + answer[:1]) if gold and answer else None
+        return verify(gold, answer) or (sets is not None and verify(*sets))
 
 
 def gold_content(gold: str) -> str | None:
@@ -399,6 +400,47 @@ def has_lost(latex: str, text: str) -> bool:
     digits = [len(re.findall(r"\d", part)) for part in (exponent.sub("", latex), text)]
     beside = re.search(r"(?<![_\d])\d+\s+\d", latex)  # not in \log_2 8
     return digits[1] < digits[0] or beside is not None
+
+
+def as_sets(values: Sequence[Any]) -> list[Any] | None:
+    """Two answers as sympy's sets of numbers: solved inequalities in one letter, at least one of
+    them, and intervals. None for all else: a list of two numbers would equal an open interval."""
+    solved = [_solutions(value) for value in values]
+    letters = {letter for value in values for letter in getattr(value, "free_symbols", ())}
+    sets = [
+        value if type(value).__name__ in ("Interval", "Union") else entry
+        for value, entry in zip(values, solved, strict=True)
+    ]
+    is_solved = any(entry is not None for entry in solved) and len(letters) == 1
+    return sets if is_solved and all(entry is not None for entry in sets) else None
+
+
+def _solutions(value: Any) -> Any:
+    """The numbers that fulfil a solved inequality, such as `2 < x <= 5`; None for all else. One
+    that is still to be solved may be that of the question.
+
+    Math-verify reads both "and" and "or" as a list: conditions that exclude each other are "or".
+    """
+    name = type(value).__name__
+    if name not in ("And", "FiniteSet"):
+        with contextlib.suppress(NotImplementedError, TypeError, ValueError):
+            return value.as_set() if _is_bound(value) else None
+        return None
+    first, *rest = map(_solutions, value.args)
+    for part in rest:
+        if first is None or part is None:
+            return None
+        is_either = name == "FiniteSet" and first.is_disjoint(part)
+        first = first.union(part) if is_either else first.intersect(part)
+    return first
+
+
+def _is_bound(value: Any) -> bool:
+    """Whether it is an inequality between a letter and a number."""
+    if getattr(value, "rel_op", "") not in ("<", "<=", ">", ">="):
+        return False
+    kinds = {(side.is_Symbol, side.is_number) for side in value.args}
+    return kinds == {(True, False), (False, True)}
 
 
 def extra_digits(values: Iterable[Any]) -> int:

@@ -47,7 +47,8 @@ def math_answer(
     Only what follows a `</think>` is read, if there is one, and of that what stands in the last
     pair of `<answer>` tags. A completion without an answer, whose box cannot be read, or that ends
     in a thought which began with `<think>`, gets 0. Unicode (`2√3`, `3½`, `10⁻⁵`), mixed numbers,
-    repeating decimals and units in words are read in gold answers and completions alike.
+    repeating decimals and units in words are read in gold answers and completions alike. A solved
+    inequality is an interval: `x > 3`, and not `2x > 6`, which may be the question's.
 
     A gold answer that cannot be read as a whole, or that does not equal itself in a box, leaves its
     samples unscored; a warning names the first few, and `math/unread` is their share.

@@ -335,6 +335,12 @@ EQUAL = {
         *(r"\boxed{3, \sqrt{2 \pm \sqrt{3}}}", r"\boxed{\left\{3, \sqrt{2 \pm \sqrt{3}}\right\}}"),
         r"\boxed{3, \sqrt{\frac{4 \pm 2\sqrt{3}}{2}}}",
     ],
+    "[-2, 7)": [r"\boxed{-2 \le x < 7}", r"\boxed{7 > x \geq -2}"],
+    r"(3, \infty)": [r"\boxed{x > 3}", r"\boxed{3 < n}"],
+    r"(-\infty, 1) \cup (2, \infty)": [r"\boxed{x < 1 \text{ or } x > 2}"],
+    r"x \ge 1 \text{ or } x \le -1": [r"\boxed{(-\infty, -1] \cup [1, \infty)}"],
+    "(-1, 1)": [r"\boxed{x > -1 \text{ and } x < 1}"],
+    "0 < x < 1": [r"\boxed{x > 0, x < 1}", r"\boxed{1 > x > 0}"],
     r"60\pi": [r"\boxed{60\pi cm^2}", r"\boxed{60\pi \text{ cm}^2}", "It is 60π cm²."],
     "60π cm²": ["60π", r"\boxed{60\pi}"],
     r"\pi R^2 h": [r"\boxed{\pi h R^2}"],
@@ -355,6 +361,10 @@ UNEQUAL = {
     "1 000 000": ["0", "1"],
     r"\frac{1}{3}": ["0.333", r"\boxed{0.\overline{34}}"],
     r"\frac{1 + \sqrt{5}}{2}": [r"\boxed{\frac{1 \pm \sqrt{5}}{2}}"],
+    r"(3, \infty)": [r"\boxed{2x > 6}", r"\boxed{x \ge 3}", r"\boxed{x > y}"],  # 2x > 6 was asked
+    r"\{1, 2\}": [r"\boxed{1 < x < 2}"],
+    r"(-\infty, \infty)": [r"\boxed{x > -1 \text{ and } x < 1}"],
+    "x > 3": [r"\boxed{y > 3}"],
 }
 UNREAD = [
     *(
