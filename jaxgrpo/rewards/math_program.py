@@ -149,6 +149,15 @@ _UNIT = re.compile(
 _WORDS = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf)|mbox)\{(\s*[-+.\d$€£¥][^{}]*)\}")
 _SHORT_UNITS = {"mm", "cm", "dm", "km", "ft", "yd", "mi", "mg", "kg", "ml", "lb", "hr", "mph"}
 _SHORT_UNITS |= {"USD", "EUR", "GBP"}
+_WRAPPERS = re.compile(r"\\(?:text|math)?(?:bf|it|rm)?(?![A-Za-z])|[{}$*~]")
+_CHOICE = re.compile(
+    r"(?:[Oo]ption|[Cc]hoice)?\s*[(\[]?([A-J])(?:[)\].:]+(?:[ \t]+(?!.*\b[B-J]\b).*)?|\s*)"
+)
+"""A letter, perhaps with its text behind it, which names no other letter."""
+_NAMED_CHOICE = re.compile(
+    r"(?i:\b(?:answer|option|choice)(?:\s+is|\s+was|\s*:))\W*(?i:(?:option|choice)\W+)?"
+    r"([A-J])(?![\w'’]|\W*(?:or|and)\W|\s*[,/]\s*[A-J]\b)"
+)
 _CONNECTING = {"and", "or", "to", "if", "for", "mod", "when", "where", "not"}
 
 
@@ -286,11 +295,27 @@ def _bare_environment(match: re.Match[str]) -> str:
     return match.group() if _BOX.search(content) else match.group().replace(content, bare(content))
 
 
+def choice(text: str) -> str | None:
+    r"""The letter of a multiple choice that a text gives: in its last box, else behind `answer is`
+    or `Answer:`, or on its only line. None for another answer.
+
+    >>> choice(r"\boxed{\textbf{(C) } 12}"), choice("The answer is **C**."), choice("2C")
+    ('C', 'C', None)
+    """
+    boxes = [*_BOX.finditer(text)]
+    inside = _GROUP.match(text, boxes[-1].end()) if boxes else None
+    plain = _WRAPPERS.sub("", inside.group() if inside else text).strip()
+    letters = _NAMED_CHOICE.findall(plain)
+    match = _CHOICE.fullmatch(plain)
+    return letters[-1] if letters else match[1] if match else None
+
+
 class Reading(NamedTuple):
     """How a gold answer is read."""
 
     values: list[Any]  # sympy's object, and its text
     with_units: bool  # whether letters at the end of an answer are a unit
+    letter: str | None = None  # of a multiple choice
 
 
 class Grader:
@@ -315,8 +340,10 @@ class Grader:
             return None
         if completion is None:
             return self._sstr(reading.values[0], full_prec=False)
-        answer = self._read(in_tags(completion), reading.with_units)
-        return float(self._equal(reading.values, answer))
+        text = in_tags(completion)
+        if reading.letter and (letter := choice(text)):
+            return float(letter == reading.letter)
+        return float(self._equal(reading.values, self._read(text, reading.with_units)))
 
     def _parse_gold(self, gold: str) -> Reading | None:
         """A gold answer, if it is read as a whole and equals itself in a box."""
@@ -333,7 +360,8 @@ class Grader:
         if len(values) < 2 or has_lost(latex, values[-1]):
             return None
         itself = self._read(rf"\boxed{{{content}}}", with_units)
-        return Reading(values, with_units) if self._equal(values[:1], itself) else None
+        is_read = self._equal(values[:1], itself)
+        return Reading(values, with_units, choice(box)) if is_read else None
 
     def _read(self, text: str, with_units: bool) -> list[Any]:
         """The answer that a completion gives: sympy's object, and its text.

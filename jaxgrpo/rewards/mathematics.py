@@ -48,7 +48,8 @@ def math_answer(
     pair of `<answer>` tags. A completion without an answer, whose box cannot be read, or that ends
     in a thought which began with `<think>`, gets 0. Unicode (`2√3`, `3½`, `10⁻⁵`), mixed numbers,
     repeating decimals and units in words are read in gold answers and completions alike. A solved
-    inequality is an interval: `x > 3`, and not `2x > 6`, which may be the question's.
+    inequality is an interval: `x > 3`, and not `2x > 6`, which may be the question's. A gold letter
+    from A to J is compared with the letter in the last box or tags, or behind `answer is`.
 
     A gold answer that cannot be read as a whole, or that does not equal itself in a box, leaves its
     samples unscored; a warning names the first few, and `math/unread` is their share.

@@ -23,7 +23,7 @@ from jaxgrpo.rewards import (
     preview,
     workers,
 )
-from jaxgrpo.rewards.math_program import as_latex, both_signs
+from jaxgrpo.rewards.math_program import as_latex, both_signs, choice
 from jaxgrpo.rewards.mathematics import NEEDED, PROGRAM
 from jaxgrpo.rewards.workers import GRACE
 
@@ -346,6 +346,16 @@ EQUAL = {
     r"\pi R^2 h": [r"\boxed{\pi h R^2}"],
     r"\frac{100}{3}\%": [r"\boxed{33\frac{1}{3}\%}", r"\boxed{\frac{100}{3} \%}"],
     r"2^{\text{nd}}": [r"\boxed{2}", r"\boxed{2nd}", r"\boxed{2^\text{nd}}"],
+    "C": [
+        *("Answer: C", "The answer is (C).", "The correct option is **C**.", "C", "**C)**"),
+        *(r"\boxed{\text{C}}", r"\boxed{\textbf{(C) } 12}", r"\boxed{C. 12}", r"\boxed{Option C}"),
+        *(
+            "<answer>C) 12</answer>",
+            r"The answer is A. No: \boxed{C}",
+            "It is C: answer is C, not D",
+        ),
+    ],
+    r"\text{(C)}": [r"\boxed{C}", "Final Answer: C"],
 }
 UNEQUAL = {
     "2√3": ["2", "3", r"\boxed{\sqrt{3}}"],
@@ -365,6 +375,11 @@ UNEQUAL = {
     r"\{1, 2\}": [r"\boxed{1 < x < 2}"],
     r"(-\infty, \infty)": [r"\boxed{x > -1 \text{ and } x < 1}"],
     "x > 3": [r"\boxed{y > 3}"],
+    "C": [
+        *("The answer is A or C.", "Answer: Cats", r"The answer is C. No: \boxed{A}", "A\nB\nC"),
+        *(r"\boxed{2C}", r"\boxed{C, D}", "The answer is C/D", "The answer is not C"),
+        *("C. It is not B, so it must be D.", "C or D"),
+    ],
 }
 UNREAD = [
     *(
@@ -386,6 +401,7 @@ def test_a_text_that_repeats_itself_is_read_in_linear_time(piece):
     text = f"Answer:{piece * (40_000 // len(piece))}"
     began = time.process_time()
     assert "".join(as_latex(text).split()) == "".join(text.split())
+    assert choice(text) is None
     assert both_signs(text) == text
     assert time.process_time() - began < 1
 
