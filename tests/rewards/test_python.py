@@ -139,6 +139,7 @@ def test_what_tests_call_is_a_function_of_the_program_though_python_has_the_name
         ("<think>```python\nx\n```</think>def double(value): return value + value", MBPP, 1),
         ("def double(value): return value + value or print(1)", MBPP, 1),
         ("def double(value): return 6", MBPP, 0),
+        (f"1. So:\n\n   {RIGHT.replace(chr(10), chr(10) + '   ')}\n\n2. It doubles.", MBPP, 1),
         ("double is easy", MBPP, 0),
         (f"<think>{RIGHT}\nWait", MBPP, 0),
         ("```bash\nls\n```", MBPP, 0),
