@@ -47,13 +47,13 @@ _HEADING = rf"[#*_ \t]{{0,9}}(?:(?i:{_LABELS})[ \t]+[0-9]|[1-9][.)][ \t]+[*_]*[A
 _MARKER = re.compile(
     rf"####(?!{_HEADING})"  # "#### Step 2", "#### 2. Sum up" are headings of Markdown
     r"|<answer>"
-    r"|(?i:\banswer\b[*_]*(?:\s+(?:is|was)\b|\s*[:=]))"
+    r"|(?i:(?<![A-Za-z0-9])answer\b[\"'*_]*(?:\s+(?:is|was)\b|\s*[:=]))"
     r"|^[ \t]*[*_]*A[*_]*:"
     r"|\\(?:boxed|fbox)\s*(?=\{)",
     re.MULTILINE,
 )
 _OPERATOR = re.compile(r"\s*(?:[-+*/×÷=^x]|\\times|\\cdot|\\div)\s*[-($\\.0-9]")
-_OPENING = re.compile(r"[\s*_:=~`(\[]*(?:\\[(\[]\s*)?")  # before a number that follows at once
+_OPENING = re.compile(r"[\s*_:=~`\"'(\[]*(?:\\[(\[]\s*)?")  # before a number that follows at once
 
 
 def completion_text(completion: Any) -> str:
