@@ -26,6 +26,7 @@ from typing import Any
 
 from jaxgrpo.core.errors import InputError, cut, one_line
 from jaxgrpo.data.written import split_options
+from jaxgrpo.rewards.builtin import after_thought
 
 ACTIONS = {
     "FrozenLakeEnv": ("left", "down", "right", "up"),
@@ -98,7 +99,7 @@ class Gymnasium:
         return f"{self._describe(observation)}\nActions: {self._list}."
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        mentioned = self._pattern.findall(text.rpartition("</think>")[2])
+        mentioned = self._pattern.findall(after_thought(text))
         if not mentioned:
             return f"No action in this turn. Write one of: {self._list}.", 0.0, False
         action = self._actions[mentioned[-1].lower()]

@@ -47,13 +47,13 @@ _HEADING = rf"[#*_ \t]{{0,9}}(?:(?i:{_LABELS})[ \t]+[0-9]|[1-9][.)][ \t]+[*_]*[A
 _MARKER = re.compile(
     rf"####(?!{_HEADING})"  # "#### Step 2", "#### 2. Sum up" are headings of Markdown
     r"|<answer>"
-    r"|(?i:\banswer\b[*_]*(?:\s+(?:is|was)\b|\s*[:=]))"
+    r"|(?i:(?<![A-Za-z0-9])answer\b[\"'*_]*(?:\s+(?:is|was)\b|\s*[:=]))"
     r"|^[ \t]*[*_]*A[*_]*:"
     r"|\\(?:boxed|fbox)\s*(?=\{)",
     re.MULTILINE,
 )
 _OPERATOR = re.compile(r"\s*(?:[-+*/×÷=^x]|\\times|\\cdot|\\div)\s*[-($\\.0-9]")
-_OPENING = re.compile(r"[\s*_:=~`(\[]*(?:\\[(\[]\s*)?")  # before a number that follows at once
+_OPENING = re.compile(r"[\s*_:=~`\"'(\[]*(?:\\[(\[]\s*)?")  # before a number that follows at once
 
 
 def completion_text(completion: Any) -> str:
@@ -66,8 +66,14 @@ def completion_text(completion: Any) -> str:
 
 
 def after_thought(text: str) -> str:
-    """What follows the last </think>; the whole text if there is none."""
-    return text.rpartition(TAGS[1])[2]
+    """What follows the last </think>, or the text if it has none; "" where a thought that begins
+    with <think> has not ended: what a model considers is not yet its answer.
+
+    >>> after_thought("<think>6 or 7</think>7"), after_thought("<think>6 or 7"), after_thought("7")
+    ('7', '', '7')
+    """
+    answer = text.rpartition(TAGS[1])[2]
+    return "" if answer.lstrip().startswith(TAGS[0]) else answer
 
 
 def last_tagged(pattern: re.Pattern[str], text: str, closing: str) -> str | None:
@@ -203,7 +209,8 @@ def gsm8k_answer(
     number that follows at once; if words or a calculation follow, the one after the last `=` of the
     line (of the paragraph after `A:`, of the inside of the tags), else its last. Without a mark it
     is the text's last number. Headings such as `#### Step 2` and `#### 2. Sum up` are no marks.
-    Only what follows a `</think>` is read, if there is one.
+    Only what follows a `</think>` is read, if there is one, and nothing of a text that begins with
+    `<think>` and has none.
 
     Numbers are compared exactly, as fractions: `1,234`, `1234.00`, `$1,234`, `1{,}234`, `1234
     clips`, `2468/2` and `\\frac{2468}{2}` are equal, and so are `50%` and `50`; `0.333` is not 1/3.

@@ -17,7 +17,7 @@ import itertools
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 DECIMALS = 6  # in which floats are compared, as in math-verify; more for numbers below 0.01
@@ -45,7 +45,9 @@ _SYMBOLS = str.maketrans(
 )
 """Signs that math-verify does not know, or not in texts without LaTeX."""
 
-_BRACES = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
+_BRACES = r"\{[^{}]*\}"
+for _ in range(4):  # braces in braces
+    _BRACES = rf"\{{(?:[^{{}}]|{_BRACES})*\}}"
 _GROUP = re.compile(_BRACES)
 _PARENTHESES = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
 _NUMBER = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
@@ -76,6 +78,13 @@ def _mixed(match: re.Match[str]) -> str:
     return rf"{integer}\frac{{{over}}}{{{under}}}" if int(over) < int(under) else match.group()
 
 
+def _repeating(match: re.Match[str]) -> str:
+    r"""Twenty-one ninths of `2.\overline{3}`."""
+    before, once, again = match[1], match[2], match[3] or match[4]
+    less, digits = int(f"0{before}{once}"), int(f"{before}{once}{again}")
+    return rf"\frac{{{digits - less}}}{{{(10 ** len(again) - 1) * 10 ** len(once)}}}"
+
+
 _SPELLINGS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"\\(?:boxed|fbox)\s*(?=\{)", r"\\boxed"),
     (r"\\varnothing(?![A-Za-z])|\\\{\s+\\\}", r"\\emptyset "),
@@ -93,7 +102,15 @@ _SPELLINGS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)", lambda match: match.group().replace(" ", "")),
     (rf"(?<![\w.])({_NUMBER})[eE]([-+]?)0*(\d+)(?!\w|\.\d)", r"\1 \\cdot 10^{\2\3}"),
     (r"(?<![\w./^}])(\d+) +(\d+) ?/ ?(\d+)(?!\w|[./]\d)", _mixed),
+    (
+        r"(?<![\w.,}])(\d{0,20})\.(\d{0,20})\\(?:overline|bar|dot)"
+        r"(?:\s*\{(\d{1,20})\}|\s*(\d))(?!\d|\s*\\(?:overline|bar|dot))",
+        _repeating,
+    ),
+    (r"(?<=\d)\s*\^\s*(\{\s*)?\\(?:text|textrm|mathrm|mbox)\{(?:st|nd|rd|th)\}(?(1)\s*\})", ""),
+    (r"(?<=\d)(?:st|nd|rd|th)(?![A-Za-z])", ""),
     (r"(?<=\d)\s*(?:percent(?:age)?|pct)\b", "%"),
+    (rf"(\\[dt]?frac\s*(?:{_BRACES}|\d)\s*(?:{_BRACES}|\d))\s*\\?%", r"\1"),
     (rf"(?<=\d)\s*({'|'.join(_TIMES)})s?\b", lambda match: rf" \cdot {_TIMES[match[1]]}"),
 ]
 """How texts write what LaTeX writes otherwise, in this order."""
@@ -120,15 +137,27 @@ _FORMULA = re.compile(r"\\(?:sqrt|frac|pi|infty|cdot|times|div|pm)|π|[\^_]\{")
 _CURRENCY = re.compile(
     r"(?:(?:US)?\\?[$€£¥₹]|\bRs\b\.?)(?=\s?[-\d.\\])|(?<=[\d}])\s?(?:[€£¥₹]|\\\$)"
 )
+_SIGNS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
+_INSIDE = re.compile(rf"(?<!\\){_BRACES}")
+_SET = re.compile(r"(?:\\left)?\\\{(.*?)(?:\\right)?\\\}", re.DOTALL)
 _LEADING = re.compile(r"(?:=|\\(?:approx|simeq)(?![A-Za-z]))\s*")
 _UNIT = re.compile(
-    r"(?P<rest>.*[\d})!])(?P<gap>\s*)(?P<first>[A-Za-z]+)\.?(?P<more>(?:[\s/-]+[A-Za-z]+\.?)*)"
-    r"(?:\^(?:\d|\{\d\}))?",
+    r"(?P<rest>.*(?:[\d})!π]|\\pi(?=\s)))(?P<gap>\s*)(?P<first>[A-Za-z]+)\.?"
+    r"(?P<more>(?:[\s/-]+[A-Za-z]+\.?)*)(?:\^(?:\d|\{\d\}))?",
     re.DOTALL,
 )
 _WORDS = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf)|mbox)\{(\s*[-+.\d$€£¥][^{}]*)\}")
 _SHORT_UNITS = {"mm", "cm", "dm", "km", "ft", "yd", "mi", "mg", "kg", "ml", "lb", "hr", "mph"}
 _SHORT_UNITS |= {"USD", "EUR", "GBP"}
+_WRAPPERS = re.compile(r"\\(?:text|math)?(?:bf|it|rm)?(?![A-Za-z])|[{}$*~]")
+_CHOICE = re.compile(
+    r"(?:[Oo]ption|[Cc]hoice)?\s*[(\[]?([A-J])(?:[)\].:]+(?:[ \t]+(?!.*\b[B-J]\b).*)?|\s*)"
+)
+"""A letter, perhaps with its text behind it, which names no other letter."""
+_NAMED_CHOICE = re.compile(
+    r"(?i:\b(?:answer|option|choice)(?:\s+is|\s+was|\s*:))\W*(?i:(?:option|choice)\W+)?"
+    r"([A-J])(?![\w'’]|\W*(?:or|and)\W|\s*[,/]\s*[A-J]\b)"
+)
 _CONNECTING = {"and", "or", "to", "if", "for", "mod", "when", "where", "not"}
 
 
@@ -186,11 +215,27 @@ def bare(content: str) -> str:
         return content if _CONNECTING & {*content.split()} else rf"\text{{{content}}}"
     unit = _UNIT.fullmatch(content)
     if unit is None or re.search(r"\\text|(?<![\\A-Za-z])[A-Za-z]{3}", unit["rest"]):
-        return content
+        return both_signs(content)
     first, more = unit["first"], unit["more"]
     is_word = bool(unit["gap"]) and len(first) > 2 and bool(re.search("[aeiou]", first))
     is_unit = is_word or first in _SHORT_UNITS or first + more == "m/s"
-    return unit["rest"] if is_unit and not _CONNECTING & {first, *more.split()} else content
+    is_left_out = is_unit and not _CONNECTING & {first, *more.split()}
+    return both_signs(unit["rest"] if is_left_out else content)
+
+
+def both_signs(latex: str) -> str:
+    r"""Both numbers of a fraction or root with one plus-minus in it: math-verify reads `\pm` alone
+    or between the terms of a sum.
+
+    >>> both_signs(r"\frac{1 \pm \sqrt{5}}{2}"), both_signs(r"1 \pm \sqrt{5}")
+    ('\\frac{1 + \\sqrt{5}}{2}, \\frac{1 - \\sqrt{5}}{2}', '1 \\pm \\sqrt{5}')
+    """
+    is_inside = any(_SIGNS.search(group) for group in _INSIDE.findall(latex))
+    if not is_inside or len(_SIGNS.findall(latex)) > 1:
+        return latex
+    members = _SET.fullmatch(latex)
+    latex = members[1] if members else latex
+    return ", ".join(_SIGNS.sub(sign, latex) for sign in "+-")
 
 
 def in_tags(text: str) -> str:
@@ -250,11 +295,27 @@ def _bare_environment(match: re.Match[str]) -> str:
     return match.group() if _BOX.search(content) else match.group().replace(content, bare(content))
 
 
+def choice(text: str) -> str | None:
+    r"""The letter of a multiple choice that a text gives: in its last box, else behind `answer is`
+    or `Answer:`, or on its only line. None for another answer.
+
+    >>> choice(r"\boxed{\textbf{(C) } 12}"), choice("The answer is **C**."), choice("2C")
+    ('C', 'C', None)
+    """
+    boxes = [*_BOX.finditer(text)]
+    inside = _GROUP.match(text, boxes[-1].end()) if boxes else None
+    plain = _WRAPPERS.sub("", inside.group() if inside else text).strip()
+    letters = _NAMED_CHOICE.findall(plain)
+    match = _CHOICE.fullmatch(plain)
+    return letters[-1] if letters else match[1] if match else None
+
+
 class Reading(NamedTuple):
     """How a gold answer is read."""
 
     values: list[Any]  # sympy's object, and its text
     with_units: bool  # whether letters at the end of an answer are a unit
+    letter: str | None = None  # of a multiple choice
 
 
 class Grader:
@@ -279,8 +340,10 @@ class Grader:
             return None
         if completion is None:
             return self._sstr(reading.values[0], full_prec=False)
-        answer = self._read(in_tags(completion), reading.with_units)
-        return float(self._equal(reading.values, answer))
+        text = in_tags(completion)
+        if reading.letter and (letter := choice(text)):
+            return float(letter == reading.letter)
+        return float(self._equal(reading.values, self._read(text, reading.with_units)))
 
     def _parse_gold(self, gold: str) -> Reading | None:
         """A gold answer, if it is read as a whole and equals itself in a box."""
@@ -297,7 +360,8 @@ class Grader:
         if len(values) < 2 or has_lost(latex, values[-1]):
             return None
         itself = self._read(rf"\boxed{{{content}}}", with_units)
-        return Reading(values, with_units) if self._equal(values[:1], itself) else None
+        is_read = self._equal(values[:1], itself)
+        return Reading(values, with_units, choice(box)) if is_read else None
 
     def _read(self, text: str, with_units: bool) -> list[Any]:
         """The answer that a completion gives: sympy's object, and its text.
@@ -323,13 +387,14 @@ class Grader:
 
     def _equal(self, gold: list[Any], answer: list[Any]) -> bool:
         extra = extra_digits([*gold[:1], *answer[:1]])
-        return self._verify(
-            gold,
-            answer,
+        verify = functools.partial(
+            self._verify,
             float_rounding=DECIMALS + extra,
             numeric_precision=PRECISION + extra,
             timeout_seconds=None,
         )
+        sets = as_sets(gold[:1] + answer[:1]) if gold and answer else None
+        return verify(gold, answer) or (sets is not None and verify(*sets))
 
 
 def gold_content(gold: str) -> str | None:
@@ -363,6 +428,47 @@ def has_lost(latex: str, text: str) -> bool:
     digits = [len(re.findall(r"\d", part)) for part in (exponent.sub("", latex), text)]
     beside = re.search(r"(?<![_\d])\d+\s+\d", latex)  # not in \log_2 8
     return digits[1] < digits[0] or beside is not None
+
+
+def as_sets(values: Sequence[Any]) -> list[Any] | None:
+    """Two answers as sympy's sets of numbers: solved inequalities in one letter, at least one of
+    them, and intervals. None for all else: a list of two numbers would equal an open interval."""
+    solved = [_solutions(value) for value in values]
+    letters = {letter for value in values for letter in getattr(value, "free_symbols", ())}
+    sets = [
+        value if type(value).__name__ in ("Interval", "Union") else entry
+        for value, entry in zip(values, solved, strict=True)
+    ]
+    is_solved = any(entry is not None for entry in solved) and len(letters) == 1
+    return sets if is_solved and all(entry is not None for entry in sets) else None
+
+
+def _solutions(value: Any) -> Any:
+    """The numbers that fulfil a solved inequality, such as `2 < x <= 5`; None for all else. One
+    that is still to be solved may be that of the question.
+
+    Math-verify reads both "and" and "or" as a list: conditions that exclude each other are "or".
+    """
+    name = type(value).__name__
+    if name not in ("And", "FiniteSet"):
+        with contextlib.suppress(NotImplementedError, TypeError, ValueError):
+            return value.as_set() if _is_bound(value) else None
+        return None
+    first, *rest = map(_solutions, value.args)
+    for part in rest:
+        if first is None or part is None:
+            return None
+        is_either = name == "FiniteSet" and first.is_disjoint(part)
+        first = first.union(part) if is_either else first.intersect(part)
+    return first
+
+
+def _is_bound(value: Any) -> bool:
+    """Whether it is an inequality between a letter and a number."""
+    if getattr(value, "rel_op", "") not in ("<", "<=", ">", ">="):
+        return False
+    kinds = {(side.is_Symbol, side.is_number) for side in value.args}
+    return kinds == {(True, False), (False, True)}
 
 
 def extra_digits(values: Iterable[Any]) -> int:

@@ -28,7 +28,7 @@ COLUMNS = (
 )
 """Of MBPP, of HumanEval, and of pairs of texts"""
 
-_FENCED = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.M | re.S)
+_FENCED = re.compile(r"^([ \t]*)```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.M | re.S)
 _LANGUAGES = ("", "python", "python3", "py")
 
 
@@ -74,16 +74,22 @@ class Sandbox(NamedTuple):
 
 
 def find_program(completion: str) -> str:
-    r"""The program of a completion: its last block of Python, or all of it if it has no blocks.
+    r"""The program of a completion: its last block of Python, or all of it if it has no blocks. A
+    block that is indented, as in an item of a list, loses the indent of its fence.
 
-    Only what follows a `</think>` is read, if there is one. "" if no block is Python.
+    Only what follows a `</think>` is read, if there is one. "" if no block is Python, or a thought
+    that begins with `<think>` has not ended.
 
     >>> find_program("So:\n```python\nprint(1)\n```\nIt prints\n```text\n1\n```")
     'print(1)\n'
     """
     text = after_thought(completion)
     blocks = _FENCED.findall(text)
-    programs = [code for language, code in blocks if language.lower() in _LANGUAGES]
+    programs = [
+        re.sub(rf"^[ \t]{{0,{len(indent)}}}", "", code, flags=re.M)  # as in an item of a list
+        for indent, language, code in blocks
+        if language.lower() in _LANGUAGES
+    ]
     return programs[-1] if programs else "" if blocks else text
 
 

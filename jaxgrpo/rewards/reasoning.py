@@ -26,7 +26,8 @@ _ANSWER = re.compile(r"<answer>\s?(.*?)\s?</answer>", re.DOTALL)
 def read_answer(completion: str) -> str | None:
     r"""What stands in the last pair of answer tags, else the last line; None where both are empty.
 
-    Only what follows a `</think>` is read, if there is one.
+    Only what follows a `</think>` is read, if there is one, and nothing of a text that begins with
+    `<think>` and has none.
 
     >>> read_answer("so <answer>7</answer>, or\n<answer> 8 </answer>!"), read_answer("7 + 1\n= 8\n")
     ('8', '= 8')
@@ -48,7 +49,7 @@ def reasoning_gym(
     """What the row's generator gives for the answer: 1.0 if it is right, less or 0.0 if not.
 
     The answer stands between the last <answer> and </answer>, as the package reads it, or is the
-    last line where there are no such tags. Thoughts before a `</think>` are not read.
+    last line where there are no such tags. Thoughts, ended by `</think>` or not, are not read.
 
     A completion on which the scorer takes too long is not scored; their share is the metric
     `reasoning_gym/unscored`. One that the scorer cannot read gets what there is for no answer.

@@ -120,6 +120,7 @@ def test_tags_are_read_as_the_package_reads_them(text):
 def test_tags_in_a_thought_are_not_the_answer():
     assert read_answer("<think>maybe <answer>7</answer></think>\n8") == "8"
     assert read_answer("<think><answer>7</answer></think>") is None
+    assert read_answer("<think>maybe <answer>7</answer>, or") is None
     assert read_answer("<think><answer>7</answer></think><answer>8</answer>") == "8"
 
 

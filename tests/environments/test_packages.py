@@ -62,7 +62,9 @@ def test_a_hole_ends_it_without_reward():
     assert partner.reward() == 0
 
 
-@pytest.mark.parametrize("turn", ["", "hello", "7", "downstairs", "-1", "2.5", "<think>up</think>"])
+@pytest.mark.parametrize(
+    "turn", ["", "hello", "7", "downstairs", "-1", "2.5", "<think>up</think>", "<think>up or right"]
+)
 def test_a_turn_without_an_action_is_answered_and_changes_nothing(turn):
     _, (answer, second) = play(LAKE, turn, "down")
     assert reply_text(answer) == "No action in this turn. Write one of: left, down, right, up."

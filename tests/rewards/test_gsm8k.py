@@ -49,6 +49,10 @@ PLACES = {
     r"#### 71, no: the answer is 72 for 3 days": "72",
     "Answer: 72\nI checked 5 times. ####": "72",
     "A: 72\n\nQ: What is 5?": "72",
+    # JSON.
+    '{"answer": 72, "confidence": 0.9}': "72",
+    '```json\n{"steps": ["48/2 = 24"], "final_answer": "72 clips", "days": 2}\n```': "72",
+    "{'answer':'72','days':2}": "72",
     # A calculation behind a mark: its result.
     "The answer is 6 * 12 = 72.": "72",
     "The answer is 48/2 + 48 = 72 clips": "72",
@@ -69,7 +73,11 @@ PLACES = {
     "71,72": "72",
     # Thoughts are not read.
     "<think>#### 5</think>72": "72",
-    "<think>72": "72",
+    "<think>72": None,
+    "\n<think>\nThe answer is 72. Wait": None,
+    "<think>71</think>\n<think>72": None,
+    "The tag <think> is 72 pixels wide": "72",
+    "a thought that the template opened</think>72": "72",
     "<think>#### 72</think>": None,
     # None at all.
     "": None,

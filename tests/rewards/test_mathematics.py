@@ -23,7 +23,7 @@ from jaxgrpo.rewards import (
     preview,
     workers,
 )
-from jaxgrpo.rewards.math_program import as_latex
+from jaxgrpo.rewards.math_program import as_latex, both_signs, choice
 from jaxgrpo.rewards.mathematics import NEEDED, PROGRAM
 from jaxgrpo.rewards.workers import GRACE
 
@@ -63,6 +63,7 @@ CASES = [
     (r"Either \boxed{5} or \boxed{6}", "6", 0),
     (r"<think>\boxed{5}</think> \boxed{6}", "6", 1),
     (r"<think>\boxed{6}</think>", "6", 0),
+    (r"<think>So it is \boxed{6}. Wait", "6", 0),
     ("no idea", "6", 0),
     ("", "6", 0),
     (r"\boxed{6}", "", None),
@@ -324,6 +325,37 @@ EQUAL = {
     r"\emptyset": [r"\boxed{\varnothing}", r"\boxed{∅}", r"\boxed{\{ \}}"],
     r"\log_2 8": [r"\boxed{3}", r"\boxed{\log_2 8}"],
     "√√16": [r"\boxed{2}", r"\boxed{\sqrt{\sqrt{16}}}"],
+    r"\frac{1}{3}": [r"\boxed{0.\overline{3}}", r"It is $0.\bar{3}$.", r"\boxed{0.\dot3}"],
+    r"2.3\overline{45}": [r"\boxed{\frac{129}{55}}", r"\boxed{2.3\overline{45}}"],
+    r"\frac{1 \pm \sqrt{5}}{2}": [
+        r"\boxed{x = \frac{1 \pm \sqrt{5}}{2}}",
+        r"\boxed{\frac{1 - \sqrt{5}}{2}, \frac{1 + \sqrt{5}}{2}}",
+    ],
+    r"3, \sqrt{2 + \sqrt{3}}, \sqrt{2 - \sqrt{3}}": [
+        *(r"\boxed{3, \sqrt{2 \pm \sqrt{3}}}", r"\boxed{\left\{3, \sqrt{2 \pm \sqrt{3}}\right\}}"),
+        r"\boxed{3, \sqrt{\frac{4 \pm 2\sqrt{3}}{2}}}",
+    ],
+    "[-2, 7)": [r"\boxed{-2 \le x < 7}", r"\boxed{7 > x \geq -2}"],
+    r"(3, \infty)": [r"\boxed{x > 3}", r"\boxed{3 < n}"],
+    r"(-\infty, 1) \cup (2, \infty)": [r"\boxed{x < 1 \text{ or } x > 2}"],
+    r"x \ge 1 \text{ or } x \le -1": [r"\boxed{(-\infty, -1] \cup [1, \infty)}"],
+    "(-1, 1)": [r"\boxed{x > -1 \text{ and } x < 1}"],
+    "0 < x < 1": [r"\boxed{x > 0, x < 1}", r"\boxed{1 > x > 0}"],
+    r"60\pi": [r"\boxed{60\pi cm^2}", r"\boxed{60\pi \text{ cm}^2}", "It is 60π cm²."],
+    "60π cm²": ["60π", r"\boxed{60\pi}"],
+    r"\pi R^2 h": [r"\boxed{\pi h R^2}"],
+    r"\frac{100}{3}\%": [r"\boxed{33\frac{1}{3}\%}", r"\boxed{\frac{100}{3} \%}"],
+    r"2^{\text{nd}}": [r"\boxed{2}", r"\boxed{2nd}", r"\boxed{2^\text{nd}}"],
+    "C": [
+        *("Answer: C", "The answer is (C).", "The correct option is **C**.", "C", "**C)**"),
+        *(r"\boxed{\text{C}}", r"\boxed{\textbf{(C) } 12}", r"\boxed{C. 12}", r"\boxed{Option C}"),
+        *(
+            "<answer>C) 12</answer>",
+            r"The answer is A. No: \boxed{C}",
+            "It is C: answer is C, not D",
+        ),
+    ],
+    r"\text{(C)}": [r"\boxed{C}", "Final Answer: C"],
 }
 UNEQUAL = {
     "2√3": ["2", "3", r"\boxed{\sqrt{3}}"],
@@ -337,6 +369,17 @@ UNEQUAL = {
     "0": [r"\boxed{0.0000001}"],
     "2.3": [r"\boxed{2.\overline{3}}"],
     "1 000 000": ["0", "1"],
+    r"\frac{1}{3}": ["0.333", r"\boxed{0.\overline{34}}"],
+    r"\frac{1 + \sqrt{5}}{2}": [r"\boxed{\frac{1 \pm \sqrt{5}}{2}}"],
+    r"(3, \infty)": [r"\boxed{2x > 6}", r"\boxed{x \ge 3}", r"\boxed{x > y}"],  # 2x > 6 was asked
+    r"\{1, 2\}": [r"\boxed{1 < x < 2}"],
+    r"(-\infty, \infty)": [r"\boxed{x > -1 \text{ and } x < 1}"],
+    "x > 3": [r"\boxed{y > 3}"],
+    "C": [
+        *("The answer is A or C.", "Answer: Cats", r"The answer is C. No: \boxed{A}", "A\nB\nC"),
+        *(r"\boxed{2C}", r"\boxed{C, D}", "The answer is C/D", "The answer is not C"),
+        *("C. It is not B, so it must be D.", "C or D"),
+    ],
 }
 UNREAD = [
     *(
@@ -351,9 +394,15 @@ UNREAD = [
 ]
 
 
-def test_a_long_run_of_digits_is_read_in_linear_time():
+@pytest.mark.parametrize(
+    "piece", ["1", "0.", "{", r"\frac{1", r"\pm{", r"1\overline{", "Answer: ", "*"]
+)
+def test_a_text_that_repeats_itself_is_read_in_linear_time(piece):
+    text = f"Answer:{piece * (40_000 // len(piece))}"
     began = time.process_time()
-    assert as_latex("1" * 40_000) == "1" * 40_000
+    assert "".join(as_latex(text).split()) == "".join(text.split())
+    assert choice(text) is None
+    assert both_signs(text) == text
     assert time.process_time() - began < 1
 
 
