@@ -104,7 +104,7 @@ def step_flops(
     its samples have cost.
 
     Args:
-      sampled: W, the numbers in the layers' linear maps and the head.
+      sampled: W, the numbers in the layers' linear maps and the head; 0 where nothing is drawn.
       trained: V, those of all passes of scoring, and 3 W for each update, 2 W with adapters; W more
         where the loss sees groups.
       values: metrics of the step.
@@ -124,8 +124,9 @@ def count_work(opened: OpenRun) -> Hook:
     update_passes = (2 if blueprint.model.config.lora else 3) + bool(
         blueprint.objective.batch_fields
     )
-    sampled = count_weights(blueprint.model).work
-    trained = update_passes * blueprint.num_iterations * sampled
+    work = count_weights(blueprint.model).work
+    sampled = 0 if blueprint.trains_texts else work
+    trained = update_passes * blueprint.num_iterations * work
     for scoring_pass, _ in passes(blueprint.scores, blueprint.scored):
         model = blueprint.policy_model(scoring_pass.policy)
         trained += round(scoring_pass.share * count_weights(model).work)

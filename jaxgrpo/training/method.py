@@ -90,6 +90,7 @@ def build_method(
         answer_cuts=config.data.answer_cuts,
         ema_decay=config.reference.ema_decay,
         balance=make_balance(train.router_aux_loss_coef, train.router_bias_update_rate, model),
+        trains_texts=config.data.completion is not None,
     )
     kl, two_meshes = config.measures_kl_to_base, blueprint.has_two_meshes
     copies = _copies(blueprint.policies, pretrained, config.reference, kl, two_meshes)

@@ -262,6 +262,13 @@ def test_the_recipe_takes_texts_too(tmp_path):
     loop.train(small_run.config(tmp_path / "run", **changes))
     logged = small_run.metrics(tmp_path / "run")
     assert all(row["distill/scored"] == 1 and np.isfinite(row["distill/kl"]) for row in logged)
+    # No policy drew the texts: nothing is measured from its log-probs, and nothing warns of them.
+    assert not {"entropy_estimated", "policy_kl", "ratio_max"} & logged[0].keys()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["warnings"].keys() <= {
+        "all fail",
+        "all pass",
+        "flat",
+    }
 
 
 @pytest.mark.full
