@@ -51,7 +51,10 @@ SIZES = (
 """Keys of `rollout`: the sizes of rollouts, P, G, S and T."""
 
 OF_THE_START = ("model.", "lora.", "train.seed")
-OF_UPDATES = ("recipe", "advantage", "loss.", "reference.", "optimizer.", "rollout.", "train.")
+OF_UPDATES = (
+    *("recipe", "advantage", "scores", "data.answer_cuts", "loss.", "reference.", "optimizer."),
+    *("rollout.", "train."),
+)
 """What keys begin with that decide the weights that a run begins with, and what updates make of
 them."""
 
@@ -214,6 +217,8 @@ def decisive_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
     decisive = {name: value for name, value in keys.items() if name.startswith(prefixes)}
     if keys["optimizer.schedule"] == "constant":
         del decisive["train.steps"]
+    if keys["reference.reset_patience"]:  # evaluations decide when the reference is reset
+        decisive |= {name: value for name, value in keys.items() if name.startswith("eval.")}
     return decisive | {"weights": [reward.get("weight", 1.0) for reward in keys["rewards"]]}
 
 
