@@ -13,8 +13,11 @@ from jaxgrpo.cli import main as cli
 from jaxgrpo.cli import sampling
 from jaxgrpo.cli.make_base import base_config
 from jaxgrpo.cli.sampling import SampleFile
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import tasks
 from jaxgrpo.data.tasks.base import character_tokenizer
+from jaxgrpo.evaluation import evaluate
+from jaxgrpo.experiments.probe import command
 from jaxgrpo.models import decoder
 from jaxgrpo.models.hf import folders
 
@@ -87,6 +90,20 @@ def test_samples_are_drawn_at_the_temperature_of_the_config(sample, tmp_path):
     code, output = sample("--set", "rollout.temperature=0.5", prompts=PROMPTS[:1])
     assert code == 0, output
     assert json.loads((tmp_path / "s.jsonl.settings.json").read_text())["--temperature"] == 0.5
+
+
+def test_no_command_repeats_the_draws_of_training_or_of_another(sample, monkeypatch):
+    options = {}
+
+    def stop(*_, **given):
+        options.update(given)
+        raise InputError("far enough")
+
+    monkeypatch.setattr(sampling, "make_batches", stop)
+    code, output = sample()
+    assert (code, "far enough" in output) == (2, True)
+    purposes = [0, evaluate.PURPOSE, command.PURPOSE, options["purpose"]]
+    assert len(set(purposes)) == len(purposes)
 
 
 @pytest.mark.full
