@@ -370,7 +370,9 @@ def option_changes(
         "rollout.top_k": top_k,
         "rollout.top_p": top_p,
         "rollout.max_completion_tokens": max_tokens,
-        "loss.proximal": "trainer" if cut else None,  # training refuses the cut otherwise
+        # Training refuses the cut otherwise, and to take again what is drawn among all tokens.
+        "loss.proximal": "trainer" if cut else None,
+        "train.support": "full" if cut else None,
     }
 
 
