@@ -240,7 +240,10 @@ def call_user(on_step: OnStep) -> Hook:
 def make_evaluations(opened: OpenRun, evaluate: Evaluate | None) -> Evaluations | None:
     """The evaluations of a run; None where it has none."""
     forget_other_best(opened)
-    return None if evaluate is None else Evaluations(opened, evaluate)
+    if evaluate is None:
+        opened.keeper.progress.owes_evaluation = False
+        return None
+    return Evaluations(opened, evaluate)
 
 
 def forget_other_best(opened: OpenRun) -> None:
@@ -254,6 +257,10 @@ def forget_other_best(opened: OpenRun) -> None:
     progress.best_metric = metric
 
 
+class EvaluationStopped(Exception):
+    """A stop signal has ended an evaluation."""
+
+
 class Evaluations:
     """The evaluations of a run: of its base, after steps, and which of them was the best."""
 
@@ -262,19 +269,48 @@ class Evaluations:
         self.progress = opened.keeper.progress
 
     def after_step(self, step: StepEnd) -> StepEnd:
-        """A hook: evaluates after the last step, and every eval.every steps."""
+        """A hook: evaluates after the last step, and every eval.every steps.
+
+        A stop signal ends the evaluation, so that the step is saved in time, and the next start
+        makes it: but where it decides about a reset of the reference, which is a part of the step.
+        """
         run, number = self.opened.run, step.number
         last = number == run.config.train.steps
         if not (last or is_due(number, run.config.eval.every)):
             return step
-        return step.with_values(self.measure(run.params_to_evaluate(step.learner), number))
+        params = run.params_to_evaluate(step.learner)
+        if run.config.reference.reset_patience:
+            return step.with_values(self.measure(params, number))
 
-    def measure(self, params: Params, number: int) -> dict[str, float]:
-        """The metrics of an evaluation of the policy after step `number`, as they are logged."""
+        def refuse_stop() -> None:
+            if process.stop_requested(number):
+                raise EvaluationStopped
+
+        try:
+            return step.with_values(self.measure(params, number, before_batch=refuse_stop))
+        except EvaluationStopped:
+            self.progress.owes_evaluation = True
+            self.opened.display.say(f"step {number} is evaluated when the run goes on")
+            return step
+
+    def evaluate_owed(self, learner: Learner, step: int) -> None:
+        """Evaluates the last step of the start before, where a stop signal ended that.
+
+        Args:
+          step: finished steps.
+        """
+        if self.progress.owes_evaluation:
+            values = self.measure(self.opened.run.params_to_evaluate(learner), step)
+            self.opened.log.add_evaluation(step, values)
+            self.progress.owes_evaluation = False
+
+    def measure(self, params: Params, number: int, **options: Any) -> dict[str, float]:
+        """The metrics of an evaluation of the policy after step `number`, as they are logged;
+        options are those of `Evaluate`."""
         began, opened = time.monotonic(), self.opened
         opened.watch.phase(f"step {number}: evaluate")
         with opened.keeper.saving(number):
-            metrics = self.evaluate(params, opened.run.stream.key, number).metrics
+            metrics = self.evaluate(params, opened.run.stream.key, number, **options).metrics
         opened.display.evaluated(number, metrics)
         best, metric = self.progress.best, opened.run.config.checkpoint.keep_best
         refuse_unknown_best(metric, metrics)

@@ -167,6 +167,7 @@ def take(
         hooks = make_hooks(opened, evaluations, on_step)
         if evaluations is not None:
             evaluations.evaluate_base(run.learner, opened.finished_steps)
+            evaluations.evaluate_owed(run.learner, opened.finished_steps)
             evaluations.evaluate_last(run.learner, opened.finished_steps)
         learner, stream = run.learner, run.stream
         for number in range(opened.finished_steps + 1, last + 1):
@@ -228,7 +229,7 @@ def save_if_due(opened: OpenRun, step: StepEnd) -> None:
         opened.watch.phase(f"step {number}: save")
         sharding.give_back(opened.run.inputs.pretrained.mesh)
         keeper.save(step.learner, step.stream, number, must=bool(stop) or number == last)
-    if stop and number < last:
+    if stop and (number < last or keeper.progress.owes_evaluation):
         raise process.StopRequested(
             f"stopped after step {number} of {last}, saved in {opened.folder.place}; go on "
             f"with: {keeper.resume_command()}"

@@ -106,8 +106,8 @@ def test_all_tokens_can_be_sampled_from_of_a_run_that_took_its_support_again(tmp
 def test_no_command_repeats_the_draws_of_training_or_of_another(sample, monkeypatch):
     options = {}
 
-    def stop(*_, **given):
-        options.update(given)
+    def stop(*_, **keywords):
+        options.update(keywords)
         raise InputError("far enough")
 
     monkeypatch.setattr(sampling, "make_batches", stop)
