@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import small_run
+import tiny
 from resuming import assert_same_bits, died_and_resumed
 
 from jaxgrpo.cli import make_base
@@ -25,7 +26,7 @@ from jaxgrpo.planning import programs
 from jaxgrpo.training import loop
 from jaxgrpo.training.prompted import successful_sibling
 from jaxgrpo.training.setup import setup
-from jaxgrpo.training.teachers import read_choices
+from jaxgrpo.training.teachers import read_choices, refuse_too_many
 
 pytestmark = pytest.mark.slow
 
@@ -279,6 +280,16 @@ def test_texts_bring_the_policy_nearer_to_its_teacher(tmp_path):
     assert np.mean(distance[-3:]) < 0.7 * distance[0]
 
 
+def test_as_many_likeliest_tokens_as_there_are_leave_none_for_the_tail():
+    model = tiny.model()
+    wide = model._replace(config=dataclasses.replace(model.config, vocab_size=10**6))
+    refuse_too_many({"teacher_top": tiny.VOCAB - 1}, [model, wide])
+    refuse_too_many({}, [model])
+    for models in ([model], [wide, model]):
+        with pytest.raises(InputError, match=f"set k to {tiny.VOCAB - 1} or less"):
+            refuse_too_many({"teacher_top": tiny.VOCAB}, models)
+
+
 @pytest.mark.full
 def test_what_cannot_teach_is_refused_before_a_run_begins(tmp_path):
     def refused(changes, **more):
@@ -293,6 +304,7 @@ def test_what_cannot_teach_is_refused_before_a_run_begins(tmp_path):
     assert "row 0 (line 1) has school = None, which is none of them" in message
     message = refused({**divergence(), "scores": [{"name": "teacher_top", "policy": teacher()}]})
     assert 'reads teacher_top, whose quantity is "logp": set it to "likeliest"' in message
+    assert "tokens: set k to" in refused(divergence(k=20))  # of 18 in all
     chain = [{"use": "sum_rewards"}, {"use": "score_mean", "score": "teacher_top"}]
     message = refused({**divergence(), "advantage": chain[::-1]})
     assert "score_mean: teacher_top has shape" in message
