@@ -76,7 +76,7 @@ def fresh_tokens(rollouts: Rollouts) -> Bool[Array, "P G T"]:
     (`experience.share`): those were picked since they were right."""
     replayed = rollouts.fields.get(REPLAYED)
     mask = rollouts.token_mask
-    return mask if replayed is None else mask & ~replayed[..., None]
+    return mask if replayed is None else mask & (replayed[..., None] == 0)  # files may hold numbers
 
 
 def group_metrics(
