@@ -158,9 +158,7 @@ def test_the_estimated_entropy_has_the_entropy_of_what_is_drawn_as_its_expectati
 def rollout_results(temperature, rollouts):
     mask, rewards = rollouts.token_mask, rollouts.rewards
     live, advantage = mask.any(-1), jnp.where(mask, 1.0, 0.0)
-    return rollout_metrics(
-        None, rewards, temperature, rollouts, rollouts, live, advantage, mask
-    )
+    return rollout_metrics(None, rewards, temperature, rollouts, rollouts, live, advantage, mask)
 
 
 def test_entropy_and_drift_are_of_samples_that_were_drawn_for_the_step():
