@@ -173,8 +173,8 @@ def refuse_too_many(counts: Mapping[str, int], models: Sequence[Model]) -> None:
     for name, count in counts.items():
         if count >= fewest:
             raise InputError(
-                f"loss.kl: top_k_divergence compares the k = {count} likeliest tokens of {name}, and "
-                f"all others together, of {fewest} tokens: set k to {fewest - 1} or less"
+                f"loss.kl: top_k_divergence compares the k = {count} likeliest tokens of {name}, "
+                f"and all others together, of {fewest} tokens: set k to {fewest - 1} or less"
             )
 
 
