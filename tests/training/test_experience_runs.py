@@ -69,6 +69,19 @@ def test_right_samples_come_again_with_the_log_probs_that_they_were_drawn_by(run
     assert lines[-1]["experience/rows"] > 0
 
 
+@pytest.mark.full
+def test_a_replay_by_another_method_knows_the_samples_of_earlier_steps(run, tmp_path):
+    files = sorted((run.path / "rollouts").glob("*.safetensors"))
+    changes = {name: value for name, value in EXGRPO.items() if "experience" not in name}
+    changes |= {"loss.surrogate": {"use": "clip"}, "run.rollouts_every": 0}
+    again = loop.train(small_run.config(tmp_path / "r", **changes), rollouts=files)
+    measured, expected = (
+        [line["entropy_estimated"] for line in small_run.metrics(finished.path)]
+        for finished in (again, run)
+    )
+    assert measured == expected
+
+
 def test_tokens_are_counted_that_the_step_drew(tmp_path):
     run = setup(small_run.config(tmp_path, **EXGRPO))
     drawn = []

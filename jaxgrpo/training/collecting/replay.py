@@ -39,6 +39,7 @@ from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rollout import trees
 from jaxgrpo.rollout.batch import Drawing
 from jaxgrpo.rollout.dialogue import FORK, VERSION
+from jaxgrpo.rollout.experience import REPLAYED
 from jaxgrpo.rollout.judging import RolloutSource
 from jaxgrpo.rollout.selection import sequential
 from jaxgrpo.training.collecting.growing import refuse_excluded
@@ -304,9 +305,9 @@ def to_json(replay: Replay) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-OF_TOKENS = {trees.ANCESTORS, trees.DEPTH, FORK, *records.DTYPES}
+OF_TOKENS = {trees.ANCESTORS, trees.DEPTH, FORK, REPLAYED, *records.DTYPES}
 """Fields of files that are read wherever they are: what shared tokens of trees are counted by,
-where conversations were rewritten, and what was recorded."""
+where conversations were rewritten, which samples are of earlier steps, and what was recorded."""
 
 
 def needed_support(replay: Replay, is_taken_again: bool, has_ratios: bool) -> set[str]:
