@@ -24,6 +24,7 @@ from jaxgrpo.data.limits import ending_forks
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.models.counts import count_weights
+from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.rollout.goals import Goals, goal_metrics
 from jaxgrpo.rollout.sample_rows import sample_rows
 from jaxgrpo.training import fingerprints
@@ -60,6 +61,7 @@ class StepEnd:
     collected: Collected
     advantage: Array  # [P, G], the mean over a sample's tokens
     values: dict[str, float]  # its metrics, as they are logged
+    failure: RewardError | None = None  # of the scorer, in its evaluation
 
     def with_values(self, values: dict[str, float]) -> StepEnd:
         """The same with more metrics."""
@@ -271,8 +273,9 @@ class Evaluations:
     def after_step(self, step: StepEnd) -> StepEnd:
         """A hook: evaluates after the last step, and every eval.every steps.
 
-        A stop signal ends the evaluation, so that the step is saved in time, and the next start
-        makes it: but where it decides about a reset of the reference, which is a part of the step.
+        A stop signal, or a scorer that fails, ends the evaluation, so that the step is saved, and
+        the next start makes it: but where it decides about a reset of the reference, which is a
+        part of the step.
         """
         run, number = self.opened.run, step.number
         last = number == run.config.train.steps
@@ -280,7 +283,7 @@ class Evaluations:
             return step
         params = run.params_to_evaluate(step.learner)
         if run.config.reference.reset_patience:
-            return step.with_values(self.measure(params, number))
+            return step.with_values(self.measure_or_end(params, number))
 
         def refuse_stop() -> None:
             if process.stop_requested(number):
@@ -288,29 +291,34 @@ class Evaluations:
 
         try:
             return step.with_values(self.measure(params, number, before_batch=refuse_stop))
-        except EvaluationStopped:
+        except (EvaluationStopped, RewardError) as error:
             self.progress.owes_evaluation = True
             self.opened.display.say(f"step {number} is evaluated when the run goes on")
-            return step
+            failure = error if isinstance(error, RewardError) else None
+            return dataclasses.replace(step, failure=failure)
 
     def evaluate_owed(self, learner: Learner, step: int) -> None:
-        """Evaluates the last step of the start before, where a stop signal ended that.
+        """Evaluates the last step of the start before, whose evaluation was ended.
 
         Args:
           step: finished steps.
         """
         if self.progress.owes_evaluation:
-            values = self.measure(self.opened.run.params_to_evaluate(learner), step)
+            values = self.measure_or_end(self.opened.run.params_to_evaluate(learner), step)
             self.opened.log.add_evaluation(step, values)
             self.progress.owes_evaluation = False
+
+    def measure_or_end(self, params: Params, number: int) -> dict[str, float]:
+        """As `measure`. Raises: process.RewardFailed where the scorer fails."""
+        with self.opened.keeper.saving(number):
+            return self.measure(params, number)
 
     def measure(self, params: Params, number: int, **options: Any) -> dict[str, float]:
         """The metrics of an evaluation of the policy after step `number`, as they are logged;
         options are those of `Evaluate`."""
         began, opened = time.monotonic(), self.opened
         opened.watch.phase(f"step {number}: evaluate")
-        with opened.keeper.saving(number):
-            metrics = self.evaluate(params, opened.run.stream.key, number, **options).metrics
+        metrics = self.evaluate(params, opened.run.stream.key, number, **options).metrics
         opened.display.evaluated(number, metrics)
         best, metric = self.progress.best, opened.run.config.checkpoint.keep_best
         refuse_unknown_best(metric, metrics)
@@ -345,13 +353,13 @@ class Evaluations:
         ):
             return
         if step == 0:
-            values = self.measure(run.params_to_evaluate(learner), 0)
+            values = self.measure_or_end(run.params_to_evaluate(learner), 0)
             progress.resets = see(run.config.reference, progress.resets, values)
             opened.log.step(0, values)
         else:
             self._say_changed(saved_facts, facts, step)
             progress.forget_best()
-            values = self.measure(policy_for_run(run).read_params(), 0)
+            values = self.measure_or_end(policy_for_run(run).read_params(), 0)
             opened.log.replace_evaluations(step, {0: values})
         progress.base = {"asked": facts, "metrics": plain(evaluation_metrics(values))}
 
@@ -365,7 +373,7 @@ class Evaluations:
         opened, run = self.opened, self.opened.run
         is_over = step >= run.config.train.steps
         if is_over and not process.broadcast(lambda: opened.folder.evaluation(step)):
-            values = self.measure(run.params_to_evaluate(learner), step)
+            values = self.measure_or_end(run.params_to_evaluate(learner), step)
             opened.log.add_evaluation(step, values)
 
     def _say_changed(self, saved_facts: dict[str, Any], facts: dict[str, Any], step: int) -> None:

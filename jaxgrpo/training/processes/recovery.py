@@ -230,11 +230,17 @@ class Keeper:
             saved_line = self.saved_line()
             if unsaved:
                 saved_line = f"{describe(unsaved)}; {saved_line}"
-            raise process.RewardFailed(
-                f"{error}\nthe run ended in step {number}; {saved_line}; mend the reward, then go "
-                f"on with: {self.resume_command()}; where its file has changed, add "
-                "--set run.allow_changes='[\"code\"]'"
-            ) from error
+            raise self.reward_failed(number, error, saved_line) from error
+
+    def reward_failed(
+        self, number: int, error: RewardError, saved_line: str
+    ) -> process.RewardFailed:
+        """What ends a run in a step in which a reward or a scorer has failed."""
+        return process.RewardFailed(
+            f"{error}\nthe run ended in step {number}; {saved_line}; mend the reward, then go "
+            f"on with: {self.resume_command()}; where its file has changed, add "
+            "--set run.allow_changes='[\"code\"]'"
+        )
 
     def refuse_diverged(self, number: int, values: Mapping[str, float]) -> None:
         """Raises: Diverged if weights are of no use, or for too long nothing finite is computed."""
