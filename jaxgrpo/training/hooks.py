@@ -303,10 +303,16 @@ class Evaluations:
         Args:
           step: finished steps.
         """
-        if self.progress.owes_evaluation:
-            values = self.measure_or_end(self.opened.run.params_to_evaluate(learner), step)
-            self.opened.log.add_evaluation(step, values)
-            self.progress.owes_evaluation = False
+        opened = self.opened
+        if not self.progress.owes_evaluation:
+            return
+        # An earlier start may have made it, and saved no step since.
+        if logged := process.broadcast(lambda: opened.folder.evaluation(step)):
+            self.note_best(step, logged)
+        else:
+            values = self.measure_or_end(opened.run.params_to_evaluate(learner), step)
+            opened.log.add_evaluation(step, values)
+        self.progress.owes_evaluation = False
 
     def measure_or_end(self, params: Params, number: int) -> dict[str, float]:
         """As `measure`. Raises: process.RewardFailed where the scorer fails."""
@@ -320,14 +326,19 @@ class Evaluations:
         opened.watch.phase(f"step {number}: evaluate")
         metrics = self.evaluate(params, opened.run.stream.key, number, **options).metrics
         opened.display.evaluated(number, metrics)
-        best, metric = self.progress.best, opened.run.config.checkpoint.keep_best
+        self.note_best(number, metrics)
+        named = {f"eval/{name}": value for name, value in metrics.items()}
+        return named | {"time/evaluate": time.monotonic() - began}
+
+    def note_best(self, number: int, metrics: Mapping[str, Any]) -> None:
+        """Remembers step `number` where none was better by checkpoint.keep_best; of logged metrics
+        those that are not finite are None."""
+        best, metric = self.progress.best, self.opened.run.config.checkpoint.keep_best
         refuse_unknown_best(metric, metrics)
         if metric is not None and number > 0:
             value = metrics[metric.removeprefix("eval/")]
-            if is_better(value, best[1] if best else None):
+            if value is not None and is_better(value, best[1] if best else None):
                 self.progress.replace_best(number, value)
-        named = {f"eval/{name}": value for name, value in metrics.items()}
-        return named | {"time/evaluate": time.monotonic() - began}
 
     def evaluate_base(self, learner: Learner, step: int) -> None:
         """Evaluates the base before the first step, and again where something else is asked now.

@@ -84,10 +84,10 @@ def test_a_replay_by_another_method_knows_the_samples_of_earlier_steps(run, tmp_
 
 def test_tokens_are_counted_that_the_step_drew(tmp_path):
     run = setup(small_run.config(tmp_path, **EXGRPO))
-    drawn = []
+    drawn, draw_samples = [], run.collector.source.draw
 
     def draw(*arguments):
-        drawing = run.collector.source.draw(*arguments)
+        drawing = draw_samples(*arguments)
         return drawing._replace(rollouts=lambda: drawn.append(drawing.rollouts()) or drawn[-1])
 
     source = run.collector.source._replace(draw=draw)
