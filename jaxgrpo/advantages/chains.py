@@ -8,7 +8,8 @@ so no step can bring a sample back.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -158,15 +159,20 @@ def trace(recipe: AdvantageTransform, rollouts: Rollouts, state: Any = None) -> 
 
 
 def trace_shapes(
-    recipe: AdvantageTransform, spec: RolloutSpec, fields: Mapping[str, Any] | None = None
+    recipe: AdvantageTransform,
+    spec: RolloutSpec,
+    fields: Mapping[str, Any] | None = None,
+    lacking: Collection[str] = (),
 ) -> None:
     """Runs a chain on shapes, as a step compiles it.
 
     Args:
       fields: name -> array of what the data bring, [rows, ...] or [P, ...]; what passes of a
         model give need not be there.
+      lacking: attributes that the rollouts do not have.
 
-    Raises: InputError where own code fails, or cannot be compiled.
+    Raises: InputError where own code fails, or cannot be compiled; NotGiven where a part reads what
+      is lacking.
     """
     recipe = recipe if recipe.steps else chain(recipe)
 
@@ -181,6 +187,8 @@ def trace_shapes(
 
     state = jax.tree.map(jnp.asarray, recipe.init(spec))
     rollouts = _rollout_shapes(spec, recipe.needs, fields or {})
+    nothing: Any = dict.fromkeys(lacking)
+    rollouts = dataclasses.replace(rollouts, **nothing)
     _, new_state, _ = jax.eval_shape(run, rollouts, state)
     for key, before in state.items():
         refuse_other_state(key, before, new_state[key])

@@ -47,6 +47,7 @@ from jaxgrpo.training.stored_policy import StoredPolicy, config_for, find_policy
 ACT = ("model.", "lora.", "data.", "rollout.", "mesh.", "train.seed")
 """What the names of keys that act on samples begin with."""
 
+PURPOSE = 3  # folded into the key: draws of neither training, evaluation nor probe come again
 ROUNDS = 4  # samples of a batch per slot: rows come soon, and few slots idle while a batch ends
 
 MUCH = 1.1
@@ -86,7 +87,7 @@ def sample(
     config, rows = config_for(target, changes), [{"prompt": prompt} for prompt in prompts]
     console = Console(highlight=False)
     policy, questions = _unjudged(find_policy(console, config, rows, temperature=temperature))
-    ask = make_asker(policy, questions, samples, rounds=ROUNDS)
+    ask = make_asker(policy, questions, samples, rounds=ROUNDS, purpose=PURPOSE)
     with telling(console, "sampling"):
         answers = ask(policy.read_params(), seed_key(config.train.seed), 0)
     return [{**row, "rewards": {}} for row in answer_rows(answers, questions, "none")]
@@ -128,7 +129,7 @@ def write_samples(
     config = config.at_time(config.data.template_time or _template_time(out, overwrite))
     console = Console(highlight=False)
     policy, questions = _unjudged(find_policy(console, config, rows, temperature=temperature))
-    batches = make_batches(policy, questions, samples, rounds=ROUNDS)
+    batches = make_batches(policy, questions, samples, rounds=ROUNDS, purpose=PURPOSE)
     facts = _facts(samples, policy.engine.settings.temperature, config_facts(config), questions)
     with SampleFile(out) as file:
         texts = [row["prompt"] for row in questions.rows]
@@ -370,7 +371,9 @@ def option_changes(
         "rollout.top_k": top_k,
         "rollout.top_p": top_p,
         "rollout.max_completion_tokens": max_tokens,
-        "loss.proximal": "trainer" if cut else None,  # training refuses the cut otherwise
+        # Training refuses the cut otherwise, and to take again what is drawn among all tokens.
+        "loss.proximal": "trainer" if cut else None,
+        "train.support": "full" if cut else None,
     }
 
 
@@ -413,6 +416,7 @@ def _facts(
         "--samples": samples,
         "--temperature": temperature,
         "the model": f"crc32 {model}",
+        "the purpose of the draws": PURPOSE,
         "--prompts": describe_rows(questions.rows, questions.encoded),
         **keys,
     }

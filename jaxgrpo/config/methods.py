@@ -22,7 +22,14 @@ from jaxgrpo.advantages.chains import trace_shapes
 from jaxgrpo.config import own_code
 from jaxgrpo.config.keys import LossKeys, Part, RolloutKeys, part_options
 from jaxgrpo.config.ranges import LARGEST
-from jaxgrpo.core.errors import InputError, call, explaining_own_code, find, refusing
+from jaxgrpo.core.errors import (
+    InputError,
+    NotGiven,
+    call,
+    explaining_own_code,
+    find,
+    refusing,
+)
 from jaxgrpo.core.scores import OF_SAMPLES, SCORES, Score
 from jaxgrpo.core.types import RolloutSpec
 from jaxgrpo.data.prompts import name_row
@@ -144,14 +151,17 @@ def trace_chain(
     num_rows: int,
     fields: Mapping[str, Any],
     scores: Mapping[str, Score] = SCORES,
+    trains_texts: bool = False,
 ) -> None:
     """Runs the advantage of a run on shapes, as `make_objective` runs its loss.
 
     Args:
       scores: that passes of models give; those of every run are known.
       fields: name -> array of what the data bring, [rows, ...] or [P, ...].
+      trains_texts: samples are texts of the data, which no policy drew.
 
-    Raises: InputError where own code fails, before anything is compiled.
+    Raises: InputError where own code fails, before anything is compiled, and where a part reads how
+      likely texts were to what drew them.
     """
     spec = RolloutSpec(
         num_prompts=rollout.prompts_per_step,
@@ -166,7 +176,17 @@ def trace_chain(
         name: jax.ShapeDtypeStruct((*shape, *scores[name].entries), np.float32)
         for name in chain.needs & scores.keys() - SCORES.keys()
     }
-    trace_shapes(chain, spec, {**fields, **added})
+    unknown = ("behavior_logp",) if trains_texts else ()
+    try:
+        trace_shapes(chain, spec, {**fields, **added}, unknown)
+    except NotGiven as error:
+        if error.name not in unknown:
+            raise
+        raise InputError(
+            f"data.completion: {str(error).partition(' reads ')[0]} reads {error.name}, how likely "
+            "samples were to the policy that drew them, and that is not known for texts: leave the "
+            "part out"
+        ) from None
 
 
 def make_policy(

@@ -91,8 +91,9 @@ class Answers(NamedTuple):
         return np.isfinite(self.scores)
 
 
-Ask = Callable[[Params, ArrayLike, int], Answers]
-"""(sampling parameters, key data of the run, step) -> Answers"""
+Ask = Callable[..., Answers]
+"""(sampling parameters, key data of the run, step, before_batch=None) -> Answers; the last one is
+called before each batch of questions, and what it raises ends the pass"""
 
 
 class Batches(NamedTuple):
@@ -109,8 +110,8 @@ class Evaluation(NamedTuple):
     sampled: Answers
 
 
-Evaluate = Callable[[Params, ArrayLike, int], Evaluation]
-"""(sampling parameters, key data of the run, step) -> Evaluation"""
+Evaluate = Callable[..., Evaluation]
+"""(sampling parameters, key data of the run, step, before_batch=None) -> Evaluation, as `Ask`"""
 
 
 def make_questions(
@@ -182,8 +183,8 @@ def make_evaluator(
     # The likeliest answer is one sample more, so that one set of programs draws all.
     ask = make_asker(policy, questions, samples + 1, rescore, greedy=1, purpose=PURPOSE)
 
-    def evaluate(params: Params, key: ArrayLike, step: int) -> Evaluation:
-        answers = ask(params, key, step)
+    def evaluate(params: Params, key: ArrayLike, step: int, **options: Any) -> Evaluation:
+        answers = ask(params, key, step, **options)
         greedy, sampled = answers.columns(samples, samples + 1), answers.columns(0, samples)
         return Evaluation(summarise(greedy, sampled, questions, policy.group_size), greedy, sampled)
 
@@ -307,9 +308,17 @@ def make_asker(
     """
     size, ask_batch = make_batches(policy, questions, samples, rescore, **options)
 
-    def ask(params: Params, key: ArrayLike, step: int) -> Answers:
-        begins = range(0, len(questions.rows), size)
-        batches = [ask_batch(begin, params, key, step) for begin in begins]
+    def ask(
+        params: Params,
+        key: ArrayLike,
+        step: int,
+        before_batch: Callable[[], None] | None = None,
+    ) -> Answers:
+        batches = []
+        for begin in range(0, len(questions.rows), size):
+            if before_batch is not None:
+                before_batch()
+            batches.append(ask_batch(begin, params, key, step))
         texts = [text for batch in batches for text in batch.texts]
         arrays = (batch._replace(texts=[]) for batch in batches)
         all_answers = jax.tree.map(lambda *leaves: np.concatenate(leaves), *arrays)

@@ -431,6 +431,9 @@ def cut_metrics(below: Array, above: Array, mask: Array) -> Metrics:
     }
 
 
+RATIO_METRICS = ("policy_kl", "ratio_max", "clip_ratio/log_ratio_clamped")
+
+
 def ratio_metrics(log_rho: Array, clamped: Array, mask: Array) -> Metrics:
     """How far the current policy is from the proximal one, over unmasked tokens.
 

@@ -132,6 +132,15 @@ def _slot(rows: np.ndarray, steps: np.ndarray, row: int, per_row: int) -> int:
     return int(empty[0]) if len(empty) else int(np.argmin(steps))
 
 
+def num_groups(share: float, num_prompts: int) -> int:
+    """The groups of a step that a share of its prompts is, rounded down.
+
+    >>> num_groups(0.29, 100), 0.29 * 100
+    (29, 28.999999999999996)
+    """
+    return int(share * num_prompts * (1 + 1e-9))
+
+
 class Experiencer(NamedTuple):
     """What a run does with its experience; all of it on the host, alike in every process."""
 
@@ -157,7 +166,7 @@ class Experiencer(NamedTuple):
             _experience(stream),
             np.random.default_rng([self.seed, step, FIRST_ORDINAL]),
         )
-        number = int(self.share * self.num_prompts) if experience.started else 0
+        number = num_groups(self.share, self.num_prompts) if experience.started else 0
         rows = choose_rows(experience, number, self.group_size, random)
         stream, prompts = fresh(stream, step, self.num_prompts - len(rows))
         if not len(rows):

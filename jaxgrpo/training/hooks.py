@@ -25,6 +25,7 @@ from jaxgrpo.data.limits import ending_forks
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.models.counts import count_weights
+from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.rollout.goals import Goals, goal_metrics
 from jaxgrpo.rollout.sample_rows import sample_rows
 from jaxgrpo.training import fingerprints
@@ -62,6 +63,7 @@ class StepEnd:
     collected: Collected
     advantage: Array  # [P, G], the mean over a sample's tokens
     values: dict[str, float]  # its metrics, as they are logged
+    failure: RewardError | None = None  # of the scorer, in its evaluation
 
     def with_values(self, values: dict[str, float]) -> StepEnd:
         """The same with more metrics."""
@@ -106,7 +108,7 @@ def step_flops(
     its samples have cost.
 
     Args:
-      sampled: W, the numbers in the layers' linear maps and the head.
+      sampled: W, the numbers in the layers' linear maps and the head; 0 where nothing is drawn.
       trained: V, those of all passes of scoring, and 3 W for each update, 2 W with adapters; W more
         where the loss sees groups.
       values: metrics of the step.
@@ -126,8 +128,9 @@ def count_work(opened: OpenRun) -> Hook:
     update_passes = (2 if blueprint.model.config.lora else 3) + bool(
         blueprint.objective.batch_fields
     )
-    sampled = count_weights(blueprint.model).work
-    trained = update_passes * blueprint.num_iterations * sampled
+    work = count_weights(blueprint.model).work
+    sampled = 0 if blueprint.trains_texts else work
+    trained = update_passes * blueprint.num_iterations * work
     for scoring_pass, _ in passes(blueprint.scores, blueprint.scored):
         model = blueprint.policy_model(scoring_pass.policy)
         trained += round(scoring_pass.share * count_weights(model).work)
@@ -252,7 +255,10 @@ def call_user(on_step: OnStep, keeper: Keeper) -> Hook:
 def make_evaluations(opened: OpenRun, evaluate: Evaluate | None) -> Evaluations | None:
     """The evaluations of a run; None where it has none."""
     forget_other_best(opened)
-    return None if evaluate is None else Evaluations(opened, evaluate)
+    if evaluate is None:
+        opened.keeper.progress.owes_evaluation = False
+        return None
+    return Evaluations(opened, evaluate)
 
 
 def forget_other_best(opened: OpenRun) -> None:
@@ -266,6 +272,10 @@ def forget_other_best(opened: OpenRun) -> None:
     progress.best_metric = metric
 
 
+class EvaluationStopped(Exception):
+    """A stop signal has ended an evaluation."""
+
+
 class Evaluations:
     """The evaluations of a run: of its base, after steps, and which of them was the best."""
 
@@ -274,28 +284,74 @@ class Evaluations:
         self.progress = opened.keeper.progress
 
     def after_step(self, step: StepEnd) -> StepEnd:
-        """A hook: evaluates after the last step, and every eval.every steps."""
+        """A hook: evaluates after the last step, and every eval.every steps.
+
+        A stop signal, or a scorer that fails, ends the evaluation, so that the step is saved, and
+        the next start makes it: but where it decides about a reset of the reference, which is a
+        part of the step.
+        """
         run, number = self.opened.run, step.number
         last = number == run.config.train.steps
         if not (last or is_due(number, run.config.eval.every)):
             return step
-        return step.with_values(self.measure(run.params_to_evaluate(step.learner), number))
+        params = run.params_to_evaluate(step.learner)
+        if run.config.reference.reset_patience:
+            return step.with_values(self.measure_or_end(params, number))
 
-    def measure(self, params: Params, number: int) -> dict[str, float]:
-        """The metrics of an evaluation of the policy after step `number`, as they are logged."""
+        def refuse_stop() -> None:
+            if process.stop_requested(number):
+                raise EvaluationStopped
+
+        try:
+            return step.with_values(self.measure(params, number, before_batch=refuse_stop))
+        except (EvaluationStopped, RewardError) as error:
+            self.progress.owes_evaluation = True
+            self.opened.display.say(f"step {number} is evaluated when the run goes on")
+            failure = error if isinstance(error, RewardError) else None
+            return dataclasses.replace(step, failure=failure)
+
+    def evaluate_owed(self, learner: Learner, step: int) -> None:
+        """Evaluates the last step of the start before, whose evaluation was ended.
+
+        Args:
+          step: finished steps.
+        """
+        opened = self.opened
+        if not self.progress.owes_evaluation:
+            return
+        # An earlier start may have made it, and saved no step since.
+        if logged := process.broadcast(lambda: opened.folder.evaluation(step)):
+            self.note_best(step, logged)
+        else:
+            values = self.measure_or_end(opened.run.params_to_evaluate(learner), step)
+            opened.log.add_evaluation(step, values)
+        self.progress.owes_evaluation = False
+
+    def measure_or_end(self, params: Params, number: int) -> dict[str, float]:
+        """As `measure`. Raises: process.RewardFailed where the scorer fails."""
+        with self.opened.keeper.saving(number):
+            return self.measure(params, number)
+
+    def measure(self, params: Params, number: int, **options: Any) -> dict[str, float]:
+        """The metrics of an evaluation of the policy after step `number`, as they are logged;
+        options are those of `Evaluate`."""
         began, opened = time.monotonic(), self.opened
         opened.watch.phase(f"step {number}: evaluate")
-        with opened.keeper.saving(number):
-            metrics = self.evaluate(params, opened.run.stream.key, number).metrics
+        metrics = self.evaluate(params, opened.run.stream.key, number, **options).metrics
         opened.display.evaluated(number, metrics)
-        best, metric = self.progress.best, opened.run.config.checkpoint.keep_best
+        self.note_best(number, metrics)
+        named = {f"eval/{name}": value for name, value in metrics.items()}
+        return named | {"time/evaluate": time.monotonic() - began}
+
+    def note_best(self, number: int, metrics: Mapping[str, Any]) -> None:
+        """Remembers step `number` where none was better by checkpoint.keep_best; of logged metrics
+        those that are not finite are None."""
+        best, metric = self.progress.best, self.opened.run.config.checkpoint.keep_best
         refuse_unknown_best(metric, metrics)
         if metric is not None and number > 0:
             value = metrics[metric.removeprefix("eval/")]
-            if is_better(value, best[1] if best else None):
+            if value is not None and is_better(value, best[1] if best else None):
                 self.progress.replace_best(number, value)
-        named = {f"eval/{name}": value for name, value in metrics.items()}
-        return named | {"time/evaluate": time.monotonic() - began}
 
     def evaluate_base(self, learner: Learner, step: int) -> None:
         """Evaluates the base before the first step, and again where something else is asked now.
@@ -321,13 +377,13 @@ class Evaluations:
         ):
             return
         if step == 0:
-            values = self.measure(run.params_to_evaluate(learner), 0)
+            values = self.measure_or_end(run.params_to_evaluate(learner), 0)
             progress.resets = see(run.config.reference, progress.resets, values)
             opened.log.step(0, values)
         else:
             self._say_changed(saved_facts, facts, step)
             progress.forget_best()
-            values = self.measure(policy_for_run(run).read_params(), 0)
+            values = self.measure_or_end(policy_for_run(run).read_params(), 0)
             opened.log.replace_evaluations(step, {0: values})
         progress.base = {"asked": facts, "metrics": plain(evaluation_metrics(values))}
 
@@ -341,7 +397,7 @@ class Evaluations:
         opened, run = self.opened, self.opened.run
         is_over = step >= run.config.train.steps
         if is_over and not process.broadcast(lambda: opened.folder.evaluation(step)):
-            values = self.measure(run.params_to_evaluate(learner), step)
+            values = self.measure_or_end(run.params_to_evaluate(learner), step)
             opened.log.add_evaluation(step, values)
 
     def _say_changed(self, saved_facts: dict[str, Any], facts: dict[str, Any], step: int) -> None:

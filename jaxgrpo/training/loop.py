@@ -168,6 +168,7 @@ def take(
         hooks = make_hooks(opened, evaluations, on_step)
         if evaluations is not None:
             evaluations.evaluate_base(run.learner, opened.finished_steps)
+            evaluations.evaluate_owed(run.learner, opened.finished_steps)
             evaluations.evaluate_last(run.learner, opened.finished_steps)
         learner, stream = run.learner, run.stream
         for number in range(opened.finished_steps + 1, last + 1):
@@ -217,19 +218,23 @@ def take_step(opened: OpenRun, learner: Learner, stream: Stream, number: int) ->
 
 
 def save_if_due(opened: OpenRun, step: StepEnd) -> None:
-    """Saves a step that is the last, the best or one of checkpoint.every, or that a signal ends.
+    """Saves a step that is the last, the best or one of checkpoint.every, or that a signal, or a
+    scorer that has failed, ends.
 
-    Raises: StopRequested after a stop signal.
+    Raises: StopRequested after a stop signal, RewardFailed after such a failure.
     """
     config, keeper, best = opened.run.config, opened.keeper, opened.keeper.progress.best
     number, last = step.number, config.train.steps
     stop = process.stop_requested(number)
+    ends = bool(stop) or step.failure is not None
     best_step = best[0] if best else None
-    if stop or number in (best_step, last) or is_due(number, config.checkpoint.every):
+    if ends or number in (best_step, last) or is_due(number, config.checkpoint.every):
         opened.watch.phase(f"step {number}: save")
         sharding.give_back(opened.run.inputs.pretrained.mesh)
-        keeper.save(step.learner, step.stream, number, must=bool(stop) or number == last)
-    if stop and number < last:
+        keeper.save(step.learner, step.stream, number, must=ends or number == last)
+    if step.failure is not None:
+        raise keeper.reward_failed(number, step.failure, keeper.saved_line()) from step.failure
+    if stop and (number < last or keeper.progress.owes_evaluation):
         raise process.StopRequested(
             f"stopped after step {number} of {last}, saved in {opened.folder.place}; go on "
             f"with: {keeper.resume_command()}"

@@ -68,6 +68,7 @@ def build_method(
     _refuse_stale(chain, objective, rollout.staleness, config.experience.share)
     scoring = teachers.find_teachers(config.teachers, pretrained, config.model.attention, geometry)
     models = model, *(teacher.model for teacher in scoring.values())
+    teachers.refuse_too_many(objective.counts, models)
     geometry = check_recurrent(geometry.for_models(models), mesh)
     keys = vars(config.optimizer)
     optimizer = make_optimizer(trained(model, model.axes), updates=train.updates, **keys)
@@ -90,9 +91,9 @@ def build_method(
         answer_cuts=config.data.answer_cuts,
         ema_decay=config.reference.ema_decay,
         balance=make_balance(train.router_aux_loss_coef, train.router_bias_update_rate, model),
+        trains_texts=config.data.completion is not None,
     )
-    kl, two_meshes = config.measures_kl_to_base, blueprint.has_two_meshes
-    copies = _copies(blueprint.policies, pretrained, config.reference, kl, two_meshes)
+    copies = _copies(blueprint, pretrained, config.reference, config.measures_kl_to_base)
     return _fit_to_devices(blueprint, pretrained, copies, train, share)
 
 
@@ -106,18 +107,15 @@ def _refuse_stale(
 
 
 def _copies(
-    policies: Sequence[str],
-    pretrained: Pretrained,
-    reference: ReferenceKeys,
-    measures_kl: bool,
-    has_two_meshes: bool,
+    blueprint: Blueprint, pretrained: Pretrained, reference: ReferenceKeys, measures_kl: bool
 ) -> tuple[str, ...]:
     """The policies of which a run holds a copy beside the trained one: those of its method, and the
     base that its evaluations measure the KL to, where no other holds it (`find_base`)."""
+    policies = blueprint.policies
     parameters.refuse_average(policies, pretrained.model.config.lora is not None, reference)
     names = {"base"} if may_reset(reference) else {"base", "reference"}
     holds_base = not names.isdisjoint(policies) or pretrained.has_fresh_adapters
-    needs_base = measures_kl and (has_two_meshes or not holds_base)
+    needs_base = measures_kl and (blueprint.has_two_meshes or not holds_base)
     return (*policies, *((memory.EVAL_BASE,) if needs_base else ()))
 
 

@@ -56,7 +56,10 @@ _INPUT_KEYS = (
 _LAYOUT_KEYS = ("train.tokens_per_micro_batch", "train.remat", "train.routing")
 _COUNT_KEYS = ("train.steps", "train.num_iterations", "train.minibatches")
 _STEP_KEYS = ("loss", "optimizer", "train.on_no_live_sample", COEFFICIENT, RATE)
-_UPDATE_KEYS = (*_SAMPLING_KEYS, *_STEP_KEYS, *_COUNT_KEYS, *_LAYOUT_KEYS)
+_UPDATE_KEYS = (
+    *(*_SAMPLING_KEYS, *_STEP_KEYS, *_COUNT_KEYS, *_LAYOUT_KEYS),
+    "data.completion",
+)
 _METHOD_KEYS = (
     *("recipe", "advantage", "rewards", "scores"),
     *("reference.ema_decay", "data.answer_cuts", "data.history", "experience.share"),

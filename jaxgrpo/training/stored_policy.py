@@ -404,9 +404,11 @@ def evaluator_for_run(run: Setup, share: Share = share_nothing) -> Evaluate:
         if not memory.rereads_base(run.blueprint.samples_on):
             return evaluate
 
-        def evaluate_and_forget(params: Params, key: ArrayLike, step: int) -> Evaluation:
+        def evaluate_and_forget(
+            params: Params, key: ArrayLike, step: int, **options: Any
+        ) -> Evaluation:
             try:
-                return evaluate(params, key, step)
+                return evaluate(params, key, step, **options)
             finally:
                 read.cache_clear()
 

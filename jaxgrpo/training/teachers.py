@@ -18,7 +18,7 @@ from jaxgrpo.core.types import Params
 from jaxgrpo.data.prompts import name_row
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import attention, decoder, sequences, sharding
-from jaxgrpo.models.api import ModelConfig
+from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training.pretrained import Pretrained
 from jaxgrpo.update.forward import Teacher, param_layout
@@ -160,6 +160,22 @@ def method_scores(
                 'set it to "likeliest"'
             )
     return scores
+
+
+def refuse_too_many(counts: Mapping[str, int], models: Sequence[Model]) -> None:
+    """Raises: InputError where no token would be left beside the likeliest ones that a loss counts.
+
+    Args:
+      counts: `Objective.counts`.
+      models: that are trained or score.
+    """
+    fewest = min(model.config.vocab_size for model in models)
+    for name, count in counts.items():
+        if count >= fewest:
+            raise InputError(
+                f"loss.kl: top_k_divergence compares the k = {count} likeliest tokens of {name}, "
+                f"and all others together, of {fewest} tokens: set k to {fewest - 1} or less"
+            )
 
 
 def refuse_unread(entries: Sequence[ScoreKeys], needs: frozenset[str]) -> None:

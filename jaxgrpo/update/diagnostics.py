@@ -17,6 +17,7 @@ from jaxgrpo.advantages.base import AdvantageTransform
 from jaxgrpo.core.metrics import Mean, Metrics, maximum, mean, merge, minimum
 from jaxgrpo.core.scores import SCORES
 from jaxgrpo.core.types import Rollouts
+from jaxgrpo.rollout.experience import REPLAYED
 
 RARE = 0.25
 """A success is rare if no larger share of its group succeeded."""
@@ -32,7 +33,7 @@ ANCHORS = ("base_logp", "reference_logp")
 def rollout_metrics(
     weights: Mapping[str, float] | None,
     summed_rewards: Mapping[str, Array],
-    draws: bool,
+    temperature: float | None,
     rollouts: Rollouts,
     drawn: Rollouts,
     live: Array,
@@ -43,7 +44,8 @@ def rollout_metrics(
 
     Args:
       weights: of the rewards; summed_rewards: those that are added up.
-      draws: whether samples were drawn, and are not the likeliest tokens.
+      temperature: that samples were drawn at; 0: they are the likeliest tokens; None: no policy
+        drew them.
       drawn: the rollouts as they were drawn, where the update trains known answers instead.
       live: [P, G]; advantage, mask: [P, G, T].
     """
@@ -54,20 +56,27 @@ def rollout_metrics(
         "live_tokens": mean(live[..., None], tokens),
         "sampling/not_finite": mean(~jnp.isfinite(drawn.behavior_logp), drawn_tokens),
     }
-    if draws:  # of the likeliest token alone there is no entropy
-        metrics |= surprise_metrics(drawn.behavior_logp, drawn_tokens)
+    if temperature:  # of the likeliest token alone there is no entropy
+        metrics |= surprise_metrics(drawn.behavior_logp, fresh_tokens(drawn))
     metrics |= advantage_metrics(advantage, mask, summed_rewards, weights)
     texts = drawn.completion_tokens, drawn_tokens
     metrics |= completion_metrics(*texts, drawn.truncated)
     rare = rare_successes(summed_rewards, weights)
     metrics |= symptom_metrics(*texts, rare)
     for name in ANCHORS:
-        if name in rollouts.fields:
-            metrics |= drift_metrics(
-                rollouts.behavior_logp, rollouts.fields[name], tokens, SCORES[name].policy
-            )
+        if name in rollouts.fields and temperature is not None:
+            fresh, policy = fresh_tokens(rollouts), SCORES[name].policy
+            metrics |= drift_metrics(rollouts.behavior_logp, rollouts.fields[name], fresh, policy)
     metrics |= group_metrics(summed_rewards, weights)
     return metrics | reward_metrics(rollouts.rewards)
+
+
+def fresh_tokens(rollouts: Rollouts) -> Bool[Array, "P G T"]:
+    """The tokens of samples that were drawn for this step, and not in an earlier one
+    (`experience.share`): those were picked since they were right."""
+    replayed = rollouts.fields.get(REPLAYED)
+    mask = rollouts.token_mask
+    return mask if replayed is None else mask & (replayed[..., None] == 0)  # files may hold numbers
 
 
 def group_metrics(

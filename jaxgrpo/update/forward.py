@@ -67,11 +67,17 @@ class Blueprint(NamedTuple):
     logits_per_chunk: int | None = None  # of the update's passes, as in `logprobs.token_logprobs`
     remat: Remat = "full"  # that the model is built with
     balance: Balance = Balance()  # of experts
+    trains_texts: bool = False  # samples are texts of the data, which no policy drew
 
     @property
     def samples_on(self) -> Mesh:
         """The mesh of the sampler and of evaluation."""
         return self.mesh if self.sampling_mesh is None else self.sampling_mesh
+
+    @property
+    def drawn_at(self) -> float | None:
+        """The temperature of the draws; None: no policy drew the samples."""
+        return None if self.trains_texts else self.sampling.temperature
 
     @property
     def has_two_meshes(self) -> bool:

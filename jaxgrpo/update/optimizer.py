@@ -220,9 +220,9 @@ def _check_options(where: str, options: Mapping[str, Any], accepted: Mapping[str
 
 
 def _try(where: str, factory: Any, options: Mapping[str, Any], state_dtype: str) -> None:
-    """One update of a small matrix. Raises: InputError where an update of a run would fail, and
-    where the state holds weights, which bfloat16 would round to those of other steps."""
-    params = {"kernel": jnp.full((2, 2), 0.7)}
+    """One update of a small matrix and a vector. Raises: InputError where an update of a run would
+    fail, and where the state holds weights, which bfloat16 would round to those of other steps."""
+    params = {"kernel": jnp.full((2, 2), 0.7), "scale": jnp.full(3, 0.7)}
     reason = f"optimizer.use: an update by {where} with these options fails ({{kind}}: {{reason}})"
     remedy = "; take an optimizer that needs gradients and parameters only"
     with refusing(reason + remedy, TypeError, ValueError):

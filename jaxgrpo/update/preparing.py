@@ -73,8 +73,7 @@ class Preparer:
         self.behind_prompt: Jitted = jax.jit(behind_prompt, static_argnums=1)
         self.per_sample: Jitted = jax.jit(functools.partial(_per_sample, shape))
         judged = blueprint.chain, blueprint.objective.acts_on_all, blueprint.reward_weights
-        draws = blueprint.sampling.temperature > 0
-        judged = *judged, draws, blueprint.mesh
+        judged = *judged, blueprint.drawn_at, blueprint.mesh
         self.judge: Jitted = jax.jit(functools.partial(_judge, *judged))
         self.recipe: AdvantageTransform = blueprint.recipe or blueprint.chain
         self.live: Jitted = jax.jit(functools.partial(_live, self.recipe, blueprint.mesh))
@@ -111,10 +110,10 @@ class Preparer:
             batches.append(self.assemble(learner, rollouts, judged, prompts, plan))
             plans.append(plan)
         learner = dataclasses.replace(learner, advantage_state=advantage_state)
-        for name in diagnostics.ANCHORS:
+        for name in diagnostics.ANCHORS if self.blueprint.drawn_at is not None else ():
             if name not in rollouts.fields and name in batches[0].fields:
                 # Of all completions or of none: those that the loss leaves out are no random ones.
-                mask = rollouts.token_mask & bool(live.all() or not compact)
+                mask = diagnostics.fresh_tokens(rollouts) & bool(live.all() or not compact)
                 rows = [batch.fields[name] for batch in batches]
                 anchor_logp = self.rows_to_samples(rows, plans, rollouts.token_mask)
                 drift = self.drift(rollouts.behavior_logp, anchor_logp, mask, SCORES[name].policy)
@@ -425,7 +424,7 @@ def _judge(
     chain: AdvantageTransform,
     acts_on_all: bool,
     reward_weights: Mapping[str, float] | None,
-    draws: bool,
+    drawn_at: float | None,
     mesh: Mesh,
     state: Any,
     rollouts: Rollouts,
@@ -435,7 +434,7 @@ def _judge(
 
     Args:
       acts_on_all: whether samples without an advantage matter to the loss too.
-      draws: whether samples were drawn, and are not the likeliest tokens.
+      drawn_at: `Blueprint.drawn_at`.
       drawn: the rollouts as they were drawn, where the update trains known answers instead.
 
     Returns: the chain's state, what batches are made of, live and mean advantage [P, G], metrics.
@@ -449,7 +448,7 @@ def _judge(
     metrics = merge(
         metrics,
         diagnostics.rollout_metrics(
-            reward_weights, summed_rewards, draws, rollouts, drawn, live, advantage, mask
+            reward_weights, summed_rewards, drawn_at, rollouts, drawn, live, advantage, mask
         ),
     )
     per_sample = advantage.sum(-1) / jnp.maximum(mask.sum(-1), 1)

@@ -22,6 +22,7 @@ from jaxgrpo.core.scores import SCORES
 from jaxgrpo.core.types import Learner, Params, Rollouts, TrainBatch
 from jaxgrpo.losses import BatchField, Objective, Tokens, token_loss
 from jaxgrpo.losses.reductions import dense_ids
+from jaxgrpo.losses.surrogates import RATIO_METRICS
 from jaxgrpo.models import low_bit, sharding
 from jaxgrpo.models.api import Model, params_per_layer
 from jaxgrpo.models.cache import cache_dtype
@@ -114,7 +115,11 @@ def build_steps(blueprint: Blueprint, share: Share = share_nothing) -> Steps:
     rounding = functools.partial(expected_rounding, sampled.is_cut, dtypes, platform)
     parts = blueprint.passes, blueprint.objective, blueprint.balance, blueprint.optimizer
     skips = blueprint.on_no_live_sample == "skip"
-    program = share("update", lambda: _update_program(*parts, rounding, skips))
+    # Ratios to what drew a text of the data are not known.
+    has_ratios = not blueprint.trains_texts or blueprint.objective.proximal == "trainer"
+    unmeasured = () if has_ratios else RATIO_METRICS
+    measure = functools.partial(_measure, blueprint.objective, rounding, unmeasured)
+    program = share("update", lambda: _update_program(*parts, measure, skips))
     preparer, follow = Preparer(blueprint), None
     if "ema" in blueprint.policies:
         follow = _follower(blueprint.ema_decay, trained_layout(blueprint.model, blueprint.mesh))
@@ -212,7 +217,7 @@ def _update_program(
     objective: Objective,
     balance: Balance,
     optimizer: optax.GradientTransformation,
-    rounding: Callable[[], Rounding | None],
+    measure: Callable[..., Metrics],
     skips: bool,
 ) -> Any:
     """One optimizer step on the gradient of a whole batch.
@@ -228,14 +233,14 @@ def _update_program(
         trainable: Params, opt_state: Any, objective_state: Any, anchors: Any, batch: TrainBatch
     ):
         compute_loss = functools.partial(_loss, settings, objective, objective_state, anchors)
-        measure = functools.partial(_measure, objective, rounding, objective_state)
+        measure_now = functools.partial(measure, objective_state)
         head = head_sums(model, mesh, objective.per_token)
         if objective.reads_batch:
             current = full_params(trainable, anchors)
             batch = _with_batch_fields(settings, objective.batch_fields, current, batch)
         compute_loss, batch, move = even_out(balance, model, compute_loss, batch)
         loss, grads, metrics = _accumulate(
-            compute_loss, measure, model, mesh, head, trainable, batch
+            compute_loss, measure_now, model, mesh, head, trainable, batch
         )
         norm = optax.tree_utils.tree_norm(grads)
         totals = [metrics[name].total for name in FINITE]
@@ -438,14 +443,16 @@ def _loss(
 def _measure(
     objective: Objective,
     rounding: Callable[[], Rounding | None],
+    unmeasured: Collection[str],
     objective_state: dict[str, Any],
     micro: TrainBatch,
     logp: Array,
     fields: dict[str, Array],
 ) -> Metrics:
-    """The metrics of a micro-batch, from what its pass found."""
+    """The metrics of a micro-batch, from what its pass found, but for those `unmeasured`."""
     tokens = _tokens(micro, logp, fields)
     _, metrics = token_loss(objective.surrogate, objective.penalties, tokens, objective_state)
+    metrics = {name: value for name, value in metrics.items() if name not in unmeasured}
     behavior, sampled_now = micro.fields["behavior_logp"], micro.fields["sampled_now"]
     agreement = diagnostics.agreement_metrics(
         tokens.logp, behavior, micro.mask, sampled_now, rounding()

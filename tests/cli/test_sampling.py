@@ -13,10 +13,15 @@ from jaxgrpo.cli import main as cli
 from jaxgrpo.cli import sampling
 from jaxgrpo.cli.make_base import base_config
 from jaxgrpo.cli.sampling import SampleFile
+from jaxgrpo.config import files as configs
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import tasks
 from jaxgrpo.data.tasks.base import character_tokenizer
+from jaxgrpo.evaluation import evaluate
+from jaxgrpo.experiments.probe import command
 from jaxgrpo.models import decoder
 from jaxgrpo.models.hf import folders
+from jaxgrpo.training.stored_policy import config_for
 
 PROMPTS = [f"{number}+{number + 1}=" for number in range(10, 20)]
 SAMPLES = 2
@@ -87,6 +92,29 @@ def test_samples_are_drawn_at_the_temperature_of_the_config(sample, tmp_path):
     code, output = sample("--set", "rollout.temperature=0.5", prompts=PROMPTS[:1])
     assert code == 0, output
     assert json.loads((tmp_path / "s.jsonl.settings.json").read_text())["--temperature"] == 0.5
+
+
+def test_all_tokens_can_be_sampled_from_of_a_run_that_took_its_support_again(tmp_path):
+    file, support = tmp_path / "run.toml", ["rollout.top_k=5", "train.support=replay"]
+    file.write_text(configs.to_toml(configs.load("quickstart", support)))
+    for top_k, top_p, support in ((0, None, "full"), (None, 0.5, "full"), (None, None, "replay")):
+        config = config_for(str(file), sampling.option_changes(None, top_k, top_p, 9))
+        assert config.rollout.top_k == (5 if top_k is None else top_k)
+        assert config.train.support == support
+
+
+def test_no_command_repeats_the_draws_of_training_or_of_another(sample, monkeypatch):
+    options = {}
+
+    def stop(*_, **keywords):
+        options.update(keywords)
+        raise InputError("far enough")
+
+    monkeypatch.setattr(sampling, "make_batches", stop)
+    code, output = sample()
+    assert (code, "far enough" in output) == (2, True)
+    purposes = [0, evaluate.PURPOSE, command.PURPOSE, options["purpose"]]
+    assert len(set(purposes)) == len(purposes)
 
 
 @pytest.mark.full

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from decimal import Decimal
 
@@ -14,6 +15,7 @@ import small_run
 from jaxgrpo import advantages, losses
 from jaxgrpo.config import files, methods
 from jaxgrpo.config.contenders import make_contenders, split_names
+from jaxgrpo.config.keys import RolloutKeys
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.training import loop, setup
@@ -238,3 +240,23 @@ def test_fields_from_the_data_are_exact_numbers_or_refused():
     }.items():
         with pytest.raises(InputError, match=message):
             column(*values)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [{"use": "unlikeliness"}],
+        [{"use": "geometric_rejection"}],
+        [{"use": "to_tokens"}, {"use": "kl_in_reward", "beta": 0.1, "policy": "behavior"}],
+    ],
+)
+def test_no_part_of_a_chain_reads_how_likely_texts_were_to_what_wrote_them(steps):
+    chain, reader = advantages.build([{"use": "sum_rewards"}, *steps]), steps[-1]["use"]
+    sizes = {"prompts_per_step": 2, "group_size": 4, "max_prompt_tokens": 3}
+    rollout, rewards = RolloutKeys(**sizes, max_completion_tokens=5), [Reward("zeros", zeros)]
+    trace = functools.partial(methods.trace_chain, rollout, chain, rewards, 4, {})
+    trace()
+    with pytest.raises(InputError, match=f"data.completion: {reader} reads behavior_logp"):
+        trace(trains_texts=True)
+    chain = advantages.build("grpo")
+    methods.trace_chain(rollout, chain, rewards, 4, {}, trains_texts=True)

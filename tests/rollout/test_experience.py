@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 
 import numpy as np
 import pytest
 import tiny
 
+from jaxgrpo.config.keys import ExperienceKeys, RolloutKeys
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.types import Stream, Waiting
 from jaxgrpo.rollout.experience import (
@@ -18,8 +21,10 @@ from jaxgrpo.rollout.experience import (
     choose_rows,
     keep,
     no_experience,
+    num_groups,
 )
 from jaxgrpo.rollout.policies import SuccessJudge
+from jaxgrpo.training.collecting.experience import refuse
 
 G, STEPS, ROWS = 8, 5, 30
 
@@ -235,3 +240,15 @@ def test_experience_begins_once_a_step_is_good_enough_and_does_not_end():
         rows = finalise(metrics)["experience/rows"]
     assert states == [False, True, True]
     assert rows == 2  # the third has no right sample
+
+
+@pytest.mark.parametrize("prompts", [3, 7, 8, 768])
+def test_the_share_that_a_message_gives_is_one_prompt(prompts):
+    rollout = RolloutKeys(
+        prompts_per_step=prompts, group_size=4, max_prompt_tokens=8, max_completion_tokens=8
+    )
+    with pytest.raises(InputError, match="that is no whole prompt") as caught:
+        refuse(ExperienceKeys(share=0.9 / prompts), rollout, [])
+    share = float(re.search("set it to (.*) or more", str(caught.value))[1])
+    refuse(ExperienceKeys(share=share), rollout, [])
+    assert num_groups(share, prompts) == 1

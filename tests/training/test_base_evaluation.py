@@ -79,6 +79,61 @@ def test_a_run_that_ends_sooner_than_it_began_with_is_evaluated_where_it_ends(
     assert "is not what this run wrote" not in output
 
 
+@pytest.mark.full
+def test_an_evaluation_that_a_signal_ends_is_made_by_the_next_start(tmp_path, monkeypatch, capsys):
+    keys = {**EVAL, "eval.every": 1, "checkpoint.keep_best": "eval/mean_length"}
+    keys |= {"checkpoint.every": 50, "checkpoint.keep": 1}
+    straight = train(tmp_path / "s", 3, **keys)
+    for stop in (2, 3):
+        with monkeypatch.context() as patch:
+            patch.setattr(process, "stop_requested", lambda number, at=stop: number == at)
+            with pytest.raises(process.StopRequested, match=f"after step {stop} of 3, saved in"):
+                train(tmp_path / "r", 3, "auto", **keys)
+        *earlier, last = small_run.metrics(tmp_path / "r")
+        assert last["step"] == stop
+        assert not evaluation_metrics(last)
+        assert all(map(evaluation_metrics, earlier))
+        assert f"step {stop} is evaluated when the run goes on" in printed(capsys)
+    run = train(tmp_path / "r", 3, "auto", **keys)
+    assert small_run.metrics(run.path) == small_run.metrics(straight.path)
+    for name in ("base", "trained", "best", "parameter_hash"):
+        assert run.summary[name] == straight.summary[name], name
+    assert "of 3 steps" in (run.export(tmp_path / "best", "best") / "README.md").read_text()
+    capsys.readouterr()
+    train(tmp_path / "r", 3, "auto", **keys)
+    output = printed(capsys)
+    assert "evaluated at" not in output
+    assert "is not what this run wrote" not in output
+
+
+@pytest.mark.full
+def test_a_step_in_whose_evaluation_the_scorer_fails_is_saved_and_evaluated_later(tmp_path):
+    scorer, mark = tmp_path / "judge.py", tmp_path / "broken"
+    scorer.write_text(
+        "import os\n\n\n"
+        "def longer(completions, trainer_state, **columns):\n"
+        f"    if trainer_state.global_step == 2 and os.path.exists({str(mark)!r}):\n"
+        "        raise OSError('no grader')\n"
+        "    return [float(len(text) > 4) for text in completions]\n"
+    )
+    keys = {**EVAL, "eval.scorer": f"{scorer}:longer", "eval.every": 2, "checkpoint.every": 50}
+    straight = train(tmp_path / "s", 3, **keys)
+    mark.touch()
+    for begun in (1, 2):  # the second start comes to it before its first step
+        with pytest.raises(
+            process.RewardFailed, match=r"(?s)no grader.*holds step 2; mend"
+        ) as failed:
+            train(tmp_path / "r", 3, "auto", **keys)
+        assert "the run ended in step 2" in str(failed.value), begun
+    *_, last = small_run.metrics(tmp_path / "r")
+    assert (last["step"], evaluation_metrics(last)) == (2, {})
+    mark.unlink()
+    run = train(tmp_path / "r", 3, "auto", **keys)
+    assert small_run.metrics(run.path) == small_run.metrics(straight.path)
+    for name in ("base", "trained", "parameter_hash"):
+        assert run.summary[name] == straight.summary[name], name
+
+
 def printed(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().out.split())
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import small_run
+import tiny
 from resuming import assert_same_bits, died_and_resumed
 
 from jaxgrpo.cli import make_base
@@ -25,7 +26,7 @@ from jaxgrpo.planning import programs
 from jaxgrpo.training import loop
 from jaxgrpo.training.prompted import successful_sibling
 from jaxgrpo.training.setup import setup
-from jaxgrpo.training.teachers import read_choices
+from jaxgrpo.training.teachers import read_choices, refuse_too_many
 
 pytestmark = pytest.mark.slow
 
@@ -262,6 +263,13 @@ def test_the_recipe_takes_texts_too(tmp_path):
     loop.train(small_run.config(tmp_path / "run", **changes))
     logged = small_run.metrics(tmp_path / "run")
     assert all(row["distill/scored"] == 1 and np.isfinite(row["distill/kl"]) for row in logged)
+    # No policy drew the texts: nothing is measured from its log-probs, and nothing warns of them.
+    assert not {"entropy_estimated", "policy_kl", "ratio_max"} & logged[0].keys()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["warnings"].keys() <= {
+        "all fail",
+        "all pass",
+        "flat",
+    }
 
 
 @pytest.mark.full
@@ -270,6 +278,16 @@ def test_texts_bring_the_policy_nearer_to_its_teacher(tmp_path):
     loop.train(small_run.config(tmp_path / "run", **changes))
     distance = [row["kl"] for row in small_run.metrics(tmp_path / "run")]
     assert np.mean(distance[-3:]) < 0.7 * distance[0]
+
+
+def test_as_many_likeliest_tokens_as_there_are_leave_none_for_the_tail():
+    model = tiny.model()
+    wide = model._replace(config=dataclasses.replace(model.config, vocab_size=10**6))
+    refuse_too_many({"teacher_top": tiny.VOCAB - 1}, [model, wide])
+    refuse_too_many({}, [model])
+    for models in ([model], [wide, model]):
+        with pytest.raises(InputError, match=f"set k to {tiny.VOCAB - 1} or less"):
+            refuse_too_many({"teacher_top": tiny.VOCAB}, models)
 
 
 @pytest.mark.full
@@ -286,6 +304,7 @@ def test_what_cannot_teach_is_refused_before_a_run_begins(tmp_path):
     assert "row 0 (line 1) has school = None, which is none of them" in message
     message = refused({**divergence(), "scores": [{"name": "teacher_top", "policy": teacher()}]})
     assert 'reads teacher_top, whose quantity is "logp": set it to "likeliest"' in message
+    assert "tokens: set k to" in refused(divergence(k=20))  # of 18 in all
     chain = [{"use": "sum_rewards"}, {"use": "score_mean", "score": "teacher_top"}]
     message = refused({**divergence(), "advantage": chain[::-1]})
     assert "score_mean: teacher_top has shape" in message
@@ -296,6 +315,9 @@ def test_what_cannot_teach_is_refused_before_a_run_begins(tmp_path):
     written = {**texts(tmp_path), "advantage": NO_REWARD}
     message = refused({**written, "loss.surrogate": {"use": "clip"}})
     assert 'set loss.proximal = "trainer"' in message
+    mask = {"use": "off_policy_mask", "threshold": 1.0, "then": "reinforce"}
+    message = refused({**written, "loss.surrogate": mask, "loss.proximal": "trainer"})
+    assert "loss.surrogate off_policy_mask reads behavior_logp" in message
     assert "row 0 (line 1) holds '=" in refused({**REINFORCE, **written, "rollout.group_size": 2})
     assert "have no such column" in refused({**REINFORCE, **written, "data.completion": "answers"})
     message = refused({**REINFORCE, **written, "rollout.max_completion_tokens": 2})

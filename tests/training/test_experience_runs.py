@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import by_hand
 import numpy as np
 import pytest
 import resuming
@@ -64,6 +67,38 @@ def test_right_samples_come_again_with_the_log_probs_that_they_were_drawn_by(run
     assert lines[-1]["experience/groups"] == 0.5
     assert lines[-1]["experience/age"] >= 1
     assert lines[-1]["experience/rows"] > 0
+
+
+@pytest.mark.full
+def test_a_replay_by_another_method_knows_the_samples_of_earlier_steps(run, tmp_path):
+    files = sorted((run.path / "rollouts").glob("*.safetensors"))
+    changes = {name: value for name, value in EXGRPO.items() if "experience" not in name}
+    changes |= {"loss.surrogate": {"use": "clip"}, "run.rollouts_every": 0}
+    again = loop.train(small_run.config(tmp_path / "r", **changes), rollouts=files)
+    measured, expected = (
+        [line["entropy_estimated"] for line in small_run.metrics(finished.path)]
+        for finished in (again, run)
+    )
+    assert measured == expected
+
+
+def test_tokens_are_counted_that_the_step_drew(tmp_path):
+    run = setup(small_run.config(tmp_path, **EXGRPO))
+    drawn, draw_samples = [], run.collector.source.draw
+
+    def draw(*arguments):
+        drawing = draw_samples(*arguments)
+        return drawing._replace(rollouts=lambda: drawn.append(drawing.rollouts()) or drawn[-1])
+
+    source = run.collector.source._replace(draw=draw)
+    run = run._replace(collector=dataclasses.replace(run.collector, source=source))
+    learner, stream = run.learner, run.stream
+    for _ in range(2):
+        learner, stream, collected, _ = by_hand.take_step(run, learner, stream)
+    number = drawn[-1].token_mask.sum()
+    assert collected.metrics["num_tokens"].total == number
+    assert np.asarray(collected.rollouts.fields["replayed"]).any()
+    assert np.asarray(collected.rollouts.token_mask).sum() != number  # others made room
 
 
 @pytest.mark.full

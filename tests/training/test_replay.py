@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxgrpo.cli import main as cli
 from jaxgrpo.config import files as configs
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, differing_names
 from jaxgrpo.models import sharding
 from jaxgrpo.training import loop
 from jaxgrpo.training.collecting import replay
@@ -137,6 +137,23 @@ def test_where_other_weights_have_sampled_no_version_is_that_of_the_run(files, t
         assert read is not None
         read_versions = [set(np.ravel(read.load(place).policy_version)) for place in (0, 1)]
         assert read_versions == [{version} for version in versions], changes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "value", "decides"),
+    [
+        ((), "scores", [{"name": "teacher_logp", "policy": "another"}], True),
+        ((), "data.answer_cuts", 2, True),
+        ((), "eval.samples", 3, False),
+        (("loss.kl={use='k2', beta=0.1}", "reference.reset_patience=2"), "eval.samples", 3, True),
+        (("optimizer.schedule=linear",), "train.steps", 3, True),
+        ((), "train.steps", 3, False),
+    ],
+)
+def test_what_decides_the_weights_of_a_run(overrides, name, value, decides):
+    keys = configs.flat(configs.to_tables(configs.load("opd", overrides)))
+    before, after = (replay.decisive_keys(flat) for flat in (keys, {**keys, name: value}))
+    assert differing_names(before, after) == [name] * decides
 
 
 def test_versions_of_tokens_are_read_as_those_of_samples_are(run, files, tmp_path):

@@ -175,6 +175,10 @@ def test_biases_are_no_matrices_of_muon():
         ({"use": "moun"}, "optimizer.use = 'moun': optax has no such optimizer; try muon"),
         ({"use": "adamww"}, "try adamw"),
         ({"use": "lbfgs"}, "an update by optax.lbfgs with these options fails"),
+        (
+            {"use": "dpsgd", "options": {"l2_norm_clip": 1.0, "noise_multiplier": 1.0, "seed": 0}},
+            "an update by optax.contrib.dpsgd with these options fails",
+        ),
         ({"use": "momo"}, "optax.contrib.momo .* take an optimizer that needs gradients and"),
         ({"use": "muon", "options": {"ns_step": 3}}, "optax.contrib.muon has no such option; did"),
         ({"use": "muon", "options": {"beta": 1.0}}, "optimizer.beta = 1.0: expected 0 or more"),

@@ -1,21 +1,33 @@
-"""Repetition, lengths of rare successes and drift, counted by hand and in Python."""
+"""Repetition, lengths of rare successes and drift, counted by hand and in Python; and which of
+them are left out where no policy drew the samples."""
 
 from __future__ import annotations
+
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
+from engines import make_blueprint
 
+from jaxgrpo import losses
 from jaxgrpo.core.metrics import Mean, finalise
+from jaxgrpo.losses.surrogates import RATIO_METRICS
+from jaxgrpo.rollout.experience import REPLAYED
 from jaxgrpo.update.diagnostics import (
     advantage_metrics,
     drift_metrics,
     rare_successes,
     repetition,
+    rollout_metrics,
     surprise_metrics,
     symptom_metrics,
 )
+from jaxgrpo.update.packing import abstract_batch
+from jaxgrpo.update.step import build_steps
 
 NAN = np.nan
 repetition_of = jax.jit(repetition, static_argnums=2)
@@ -140,3 +152,44 @@ def test_the_estimated_entropy_has_the_entropy_of_what_is_drawn_as_its_expectati
             assert estimate.weight == len(p)
             total += np.prod(p) * float(estimate.total)
     assert total == pytest.approx(entropy, rel=1e-5)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def rollout_results(temperature, rollouts):
+    mask, rewards = rollouts.token_mask, rollouts.rewards
+    live, advantage = mask.any(-1), jnp.where(mask, 1.0, 0.0)
+    return rollout_metrics(None, rewards, temperature, rollouts, rollouts, live, advantage, mask)
+
+
+def test_entropy_and_drift_are_of_samples_that_were_drawn_for_the_step():
+    reward = np.array([[1, 0, 1], [0, 1, 1]], np.float32)
+    replayed = np.zeros(reward.shape, bool)
+    replayed[1, 2] = True  # a right sample of an earlier step
+    drawn = tiny.rollouts(reward)
+    base_logp = 2 * drawn.behavior_logp
+    rollouts = dataclasses.replace(drawn, fields={REPLAYED: replayed, "base_logp": base_logp})
+    metrics = results(rollout_results(1.0, rollouts))
+    logp, mask = np.asarray(drawn.behavior_logp), np.asarray(drawn.token_mask)
+    fresh = logp[~replayed]
+    assert metrics["entropy_estimated"] == pytest.approx(-fresh[mask[~replayed]].mean(), rel=1e-5)
+    assert metrics["kl_to_base_estimated"] == pytest.approx(-fresh.sum(-1).mean(), rel=1e-5)
+    names = {"entropy_estimated", "kl_to_base_estimated"}
+    assert names - rollout_results(0.0, rollouts).keys() == {"entropy_estimated"}
+    assert names - rollout_results(None, rollouts).keys() == names
+
+
+def test_ratios_to_what_drew_texts_of_the_data_are_no_metrics():
+    def metrics(**changes):
+        objective = losses.Objective(losses.build_surrogate("reinforce"), losses.token_mean())
+        blueprint = make_blueprint(
+            tiny.UNIFORM, (4, 4, 6, 5), 100, **{"objective": objective, **changes}
+        )
+        batch = abstract_batch(blueprint.geometry, blueprint.objective.needs)
+        state = jax.eval_shape(blueprint.optimizer.init, blueprint.model.shapes)
+        update = build_steps(blueprint).update_program
+        return jax.eval_shape(update, blueprint.model.shapes, state, {}, {}, batch)[-1].keys()
+
+    drawn = metrics()
+    assert drawn - metrics(trains_texts=True) == {*RATIO_METRICS}
+    by_trainer = losses.Objective(losses.clip(), losses.token_mean(), proximal="trainer")
+    assert {*RATIO_METRICS} <= metrics(trains_texts=True, objective=by_trainer)

@@ -272,10 +272,10 @@ class Runner:
     def _remembering(self, evaluate: Evaluate, folder: Path) -> Evaluate:
         """Evaluates the base once per seed, and writes down how often each prompt succeeded."""
 
-        def remembering(params: Params, key: ArrayLike, step: int) -> Evaluation:
+        def remembering(params: Params, key: ArrayLike, step: int, **options: Any) -> Evaluation:
             # Before the first step the parameters are those of the base, whatever the method.
             place = (id(evaluate), sharding.to_host(key).tobytes()) if step == 0 else None
-            evaluation = self._base.get(place) or evaluate(params, key, step)
+            evaluation = self._base.get(place) or evaluate(params, key, step, **options)
             if place is not None:
                 self._base[place] = evaluation
             write_successes(folder, step, evaluation.sampled)

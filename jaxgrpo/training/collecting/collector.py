@@ -193,11 +193,13 @@ class Collector:
         with phase("sample"):
             stream, prompts = experiencer.select(self.source.select, stream, version)
             rollouts, *_ = self._sample(params, prompts, stream.key)
-            rollouts = experiencer.mix(params, stream, sharding.to_host(rollouts))
+            rollouts = sharding.to_host(rollouts)
+            num_tokens = mean(jnp.float32(rollouts.token_mask.sum()))  # of those that make room too
+            rollouts = experiencer.mix(params, stream, rollouts)
         with phase("reward"):
             stream, rollouts, log = self.source.reward(stream, rollouts, (), params)
         stream, metrics = experiencer.observe(stream, sharding.to_host(rollouts))
-        return stream, rollouts, log, metrics
+        return stream, rollouts, log, metrics | {"num_tokens": num_tokens}
 
     def _judge_live(
         self, live_groups: LiveGroups | None, phase: Phase

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from jaxgrpo.evaluation.rescoring import make_rescorer
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.rewards.protocol import Reward
-from jaxgrpo.rollout.experience import Experiencer, Rank, no_experience
+from jaxgrpo.rollout.experience import Experiencer, Rank, no_experience, num_groups
 from jaxgrpo.rollout.judging import RolloutSource, put_prompts
 from jaxgrpo.rollout.policies import SuccessJudge
 from jaxgrpo.training.collecting.growing import refuse_excluded, refuse_unread
@@ -29,10 +30,11 @@ def refuse(keys: ExperienceKeys, rollout: RolloutKeys, rewards: Sequence[Reward]
     refuse_excluded("experience.share", rollout)
     if rollout.group_size < 2:
         raise InputError(f"{where}: a group of one has no other sample; set rollout.group_size")
-    if int(keys.share * rollout.prompts_per_step) < 1:
+    if num_groups(keys.share, rollout.prompts_per_step) < 1:
+        least = math.ceil(1e6 / rollout.prompts_per_step) / 1e6
         raise InputError(
             f"{where}: of rollout.prompts_per_step = {rollout.prompts_per_step} that is no whole "
-            f"prompt; set it to {1 / rollout.prompts_per_step:g} or more"
+            f"prompt; set it to {least:g} or more"
         )
     names = [reward.name for reward in rewards]
     if keys.reward is not None and keys.reward not in names:

@@ -39,6 +39,7 @@ from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rollout import trees
 from jaxgrpo.rollout.batch import Drawing
 from jaxgrpo.rollout.dialogue import FORK, VERSION
+from jaxgrpo.rollout.experience import REPLAYED
 from jaxgrpo.rollout.judging import RolloutSource
 from jaxgrpo.rollout.selection import sequential
 from jaxgrpo.training.collecting.growing import refuse_excluded
@@ -51,7 +52,10 @@ SIZES = (
 """Keys of `rollout`: the sizes of rollouts, P, G, S and T."""
 
 OF_THE_START = ("model.", "lora.", "train.seed")
-OF_UPDATES = ("recipe", "advantage", "loss.", "reference.", "optimizer.", "rollout.", "train.")
+OF_UPDATES = (
+    *("recipe", "advantage", "scores", "data.answer_cuts", "loss.", "reference.", "optimizer."),
+    *("rollout.", "train."),
+)
 """What keys begin with that decide the weights that a run begins with, and what updates make of
 them."""
 
@@ -214,6 +218,8 @@ def decisive_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
     decisive = {name: value for name, value in keys.items() if name.startswith(prefixes)}
     if keys["optimizer.schedule"] == "constant":
         del decisive["train.steps"]
+    if keys["reference.reset_patience"]:  # evaluations decide when the reference is reset
+        decisive |= {name: value for name, value in keys.items() if name.startswith("eval.")}
     return decisive | {"weights": [reward.get("weight", 1.0) for reward in keys["rewards"]]}
 
 
@@ -299,9 +305,9 @@ def to_json(replay: Replay) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-OF_TOKENS = {trees.ANCESTORS, trees.DEPTH, FORK, *records.DTYPES}
+OF_TOKENS = {trees.ANCESTORS, trees.DEPTH, FORK, REPLAYED, *records.DTYPES}
 """Fields of files that are read wherever they are: what shared tokens of trees are counted by,
-where conversations were rewritten, and what was recorded."""
+where conversations were rewritten, which samples are of earlier steps, and what was recorded."""
 
 
 def needed_support(replay: Replay, is_taken_again: bool, has_ratios: bool) -> set[str]:

@@ -95,9 +95,8 @@ def make_rollout_source(
     chain, geometry, pretrained = blueprint.chain, blueprint.geometry, run_inputs.pretrained
     rows, names = run_inputs.prompts.rows, [reward.name for reward in rewards]
     needs, scored = _needs(chain.needs, blueprint.update_needs)
-    trace = functools.partial(
-        methods.trace_chain, rollout, chain, rewards, len(rows), scores=blueprint.scores
-    )
+    options: Any = {"scores": blueprint.scores, "trains_texts": blueprint.trains_texts}
+    trace = functools.partial(methods.trace_chain, rollout, chain, rewards, len(rows), **options)
     _refuse_other_tokens(scored, records.without(brought, dict(geometry.records)))
     if run_inputs.replay:
         needs |= {FORCED, THOUGHT, MASK, REACHED} if scored else set()

@@ -35,7 +35,7 @@ MAX_UNSAVED = 3
 
 @dataclasses.dataclass
 class Progress:
-    """What a run remembers beside learner and stream. Checkpoints hold the first seven."""
+    """What a run remembers beside learner and stream. Checkpoints hold the first eight."""
 
     best: tuple[int, float] | None  # step and value
     best_metric: str | None  # the checkpoint.keep_best that it is the best by
@@ -44,6 +44,7 @@ class Progress:
     not_finite: int = 0  # steps in a row that computed something that is not finite
     tokens: float = 0.0  # that were sampled
     seconds: float = 0.0  # of steps
+    owes_evaluation: bool = False  # a stop signal has ended that of the last step
     # What `best` was before, the worst first.
     earlier_bests: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     started: float = dataclasses.field(default_factory=time.monotonic)
@@ -61,7 +62,8 @@ class Progress:
             resets, not_finite = Resets(**meta["resets"]), int(meta["not_finite"])
             tokens, seconds = (float(meta.get(name, 0.0)) for name in ("tokens", "seconds"))
             metric, base = meta["best_metric"], meta["base"]
-            return cls(best, metric, base, resets, not_finite, tokens, seconds)
+            owes = bool(meta.get("owes_evaluation", False))
+            return cls(best, metric, base, resets, not_finite, tokens, seconds, owes)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise InputError(
                 f"the meta.json of the checkpoint is not what a run writes ({error}): choose "
@@ -79,7 +81,7 @@ class Progress:
 
     def meta(self) -> dict[str, Any]:
         """What is saved, as JSON values."""
-        names = ("best", "best_metric", "base", "not_finite", "tokens", "seconds")
+        names = "best", "best_metric", "base", "not_finite", "tokens", "seconds", "owes_evaluation"
         saved = {name: getattr(self, name) for name in names}
         resets = self.resets._asdict()
         return {"jaxgrpo": jaxgrpo.__version__, **saved, "resets": resets}
@@ -228,11 +230,17 @@ class Keeper:
             saved_line = self.saved_line()
             if unsaved:
                 saved_line = f"{describe(unsaved)}; {saved_line}"
-            raise process.RewardFailed(
-                f"{error}\nthe run ended in step {number}; {saved_line}; mend the reward, then go "
-                f"on with: {self.resume_command()}; where its file has changed, add "
-                "--set run.allow_changes='[\"code\"]'"
-            ) from error
+            raise self.reward_failed(number, error, saved_line) from error
+
+    def reward_failed(
+        self, number: int, error: RewardError, saved_line: str
+    ) -> process.RewardFailed:
+        """What ends a run in a step in which a reward or a scorer has failed."""
+        return process.RewardFailed(
+            f"{error}\nthe run ended in step {number}; {saved_line}; mend the reward, then go "
+            f"on with: {self.resume_command()}; where its file has changed, add "
+            "--set run.allow_changes='[\"code\"]'"
+        )
 
     def refuse_diverged(self, number: int, values: Mapping[str, float]) -> None:
         """Raises: Diverged if weights are of no use, or for too long nothing finite is computed."""
