@@ -46,7 +46,7 @@ def test_a_users_own_config_is_disturbed_and_one_that_draws_by_itself_is_said(
 ):
     """Its rewards draw random numbers, so no two runs are equal."""
     file = faulty_runs.write(base, tmp_path, **{"train.steps": 20})
-    printed = disturb(environment(), str(file), "--seeds", "3", "--every", "1.5")
+    printed = disturb(environment(), str(file), "--seeds", "3", "--every", "5")
     assert "1 of 1 seeds equal" in printed
     assert not (tmp_path / "r").exists()
     unsteady = tmp_path / "unsteady"
