@@ -271,7 +271,7 @@ def test_no_package_has_the_name_of_a_public_function():
 
 LINES = {
     "advantages": 4104,  # with masks, weights by turn, known answers, teachers, baselines of rows
-    "losses": 1382,  # with 290 of surrogates that see an update as a whole, or have other bounds
+    "losses": 1383,  # with 290 of surrogates that see an update as a whole, or have other bounds
     "core": 720,  # with what launches and short collectives take
     "data": 2641,  # with four tasks of experiments, four of several turns, and reasoning-gym's
     "models": 8356,  # with kernels for GPUs, 8 bits, 2,570 of kinds, experts, latents and families

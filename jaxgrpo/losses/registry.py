@@ -262,7 +262,8 @@ def _build(
     options: Mapping[str, Any] | None,
 ) -> LossPart:
     spec = {**(spec if isinstance(spec, Mapping) else {"use": spec}), **(options or {})}
-    part, part_options = spec.get("use"), {key: spec[key] for key in spec if key != "use"}
+    part: Any = spec.get("use")
+    part_options = {key: spec[key] for key in spec if key != "use"}
     if kind is not Reduction and takes_tokens(part):
         name = getattr(part, "__name__", role)
         if part_options:

@@ -252,8 +252,10 @@ def test_fields_from_the_data_are_exact_numbers_or_refused():
 )
 def test_no_part_of_a_chain_reads_how_likely_texts_were_to_what_wrote_them(steps):
     chain, reader = advantages.build([{"use": "sum_rewards"}, *steps]), steps[-1]["use"]
-    sizes = {"prompts_per_step": 2, "group_size": 4, "max_prompt_tokens": 3}
-    rollout, rewards = RolloutKeys(**sizes, max_completion_tokens=5), [Reward("zeros", zeros)]
+    rollout = RolloutKeys(
+        prompts_per_step=2, group_size=4, max_prompt_tokens=3, max_completion_tokens=5
+    )
+    rewards = [Reward("zeros", zeros)]
     trace = functools.partial(methods.trace_chain, rollout, chain, rewards, 4, {})
     trace()
     with pytest.raises(InputError, match=f"data.completion: {reader} reads behavior_logp"):

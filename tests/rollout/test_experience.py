@@ -249,6 +249,6 @@ def test_the_share_that_a_message_gives_is_one_prompt(prompts):
     )
     with pytest.raises(InputError, match="that is no whole prompt") as caught:
         refuse(ExperienceKeys(share=0.9 / prompts), rollout, [])
-    share = float(re.search("set it to (.*) or more", str(caught.value))[1])
+    share = float(re.findall("set it to (.*) or more", str(caught.value))[0])
     refuse(ExperienceKeys(share=share), rollout, [])
     assert num_groups(share, prompts) == 1

@@ -96,7 +96,7 @@ def test_tokens_are_counted_that_the_step_drew(tmp_path):
     for _ in range(2):
         learner, stream, collected, _ = by_hand.take_step(run, learner, stream)
     number = drawn[-1].token_mask.sum()
-    assert collected.metrics["num_tokens"].total == number
+    assert collected.metrics["num_tokens"].result() == number
     assert np.asarray(collected.rollouts.fields["replayed"]).any()
     assert np.asarray(collected.rollouts.token_mask).sum() != number  # others made room
 

@@ -42,7 +42,7 @@ FUSED = MappingProxyType(
         "linear_attn.conv1d": ("delta/query_conv", "delta/key_conv", "delta/value_conv"),
     }
 )
-OUTPUT_GATES = dict.fromkeys(("silu", "swish"))
+OUTPUT_GATES: dict[str, str] = dict.fromkeys(("silu", "swish"), "silu")
 """What Qwen3.8 calls the gate of layers that recur, which is silu whatever the field says in
 transformers."""
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
