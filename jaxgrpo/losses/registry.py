@@ -262,8 +262,7 @@ def _build(
     options: Mapping[str, Any] | None,
 ) -> LossPart:
     spec = {**(spec if isinstance(spec, Mapping) else {"use": spec}), **(options or {})}
-    part: Any = spec.get("use")
-    part_options = {key: spec[key] for key in spec if key != "use"}
+    part, part_options = spec.get("use"), {key: spec[key] for key in spec if key != "use"}
     if kind is not Reduction and takes_tokens(part):
         name = getattr(part, "__name__", role)
         if part_options:
@@ -276,8 +275,9 @@ def _build(
         part = build(role, spec, table)
     elif part_options:
         raise InputError(f"{role} {part.name} is finished and takes no options: {part_options}")
-    if kind is not Reduction and takes_tokens(part):  # a factory of the computation
-        part = kind(getattr(spec["use"], "__name__", role), part)
+    computation: Any = part
+    if kind is not Reduction and takes_tokens(computation):  # a factory of the computation
+        part = kind(getattr(spec["use"], "__name__", role), computation)
     if not isinstance(part, kind):
         name = getattr(spec["use"], "__name__", spec["use"])
         raise InputError(
