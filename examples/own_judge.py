@@ -56,8 +56,9 @@ judged.per_sample = True  # groups are judged while others still decode
 def _mark(url, model, patience, prompt, completion, answer):
     text = QUESTION.format(prompt=_text(prompt), answer=answer, completion=_text(completion))
     body = {"model": model, "temperature": 0, "messages": [{"role": "user", "content": text}]}
-    reply = _post(url, json.dumps(body).encode(), *patience)
-    number = re.search(r"\d+(\.\d+)?", reply or "")
+    reply = _post(url, json.dumps(body).encode(), *patience) or ""
+    mark = reply.rpartition("</think>")[2]  # numbers in a thought are no mark
+    number = None if "<think>" in mark else re.search(r"\d+(\.\d+)?", mark)
     return min(float(number[0]), 10.0) / 10 if number else None
 
 

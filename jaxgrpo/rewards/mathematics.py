@@ -44,21 +44,20 @@ def math_answer(
     The last `\\boxed{...}` is the answer, if there is one; boxes that stand close together are
     one set. Else it is LaTeX between signs of mathematics, or a plain number. `\\frac{1}{2}`, `0.5`
     and `2/4` are equal; so are sets in another order, and expressions that simplify to the same.
-    Only what follows a `</think>` is read, if there is one, and of that what stands in the last
-    pair of `<answer>` tags. A completion without an answer, whose box cannot be read, or that ends
-    in a thought which began with `<think>`, gets 0. Unicode (`2√3`, `3½`, `10⁻⁵`), mixed numbers,
-    repeating decimals and units in words are read in gold answers and completions alike. A solved
-    inequality is an interval: `x > 3`, and not `2x > 6`, which may be the question's. A gold letter
-    from A to J is compared with the letter in the last box or tags, or behind `answer is`.
+    Only what follows a `</think>` is read, and of that what stands in the last `<answer>` tags. A
+    completion without an answer, with a box that cannot be read or a `<think>` that does not end,
+    gets 0. Unicode (`2√3`, `3½`, `10⁻⁵`), mixed numbers, repeating decimals and units in words are
+    read in gold answers and completions alike. A solved inequality is an interval: `x > 3`, and not
+    `2x > 6`, which may be the question's. A gold letter from A to J is compared with the letter in
+    the last box or tags, or behind `answer is`.
 
     A gold answer that cannot be read as a whole, or that does not equal itself in a box, leaves its
     samples unscored; a warning names the first few, and `math/unread` is their share.
 
     Each is judged in a process that does nothing else, since some answers never end: `9^{9^{9^9}}`.
-    One that takes too long, or ends its process, leaves its sample unscored, and is not judged
-    again in this run. The shares are the metrics `math/timed_out` and `math/crashed`. Completions
-    that take more than half a second are judged last, and have the time limit as long as those
-    without a score have not taken the batch limit together.
+    One that takes too long, or ends its process, leaves its sample unscored and is not judged
+    again: `math/timed_out`, `math/crashed`. Completions that take more than half a second are
+    judged last, as long as those without a score have not taken the batch limit together.
 
     Args:
       completions: texts, or messages.
@@ -71,8 +70,7 @@ def math_answer(
 
     Returns: one score each; None if the gold answer is not read, or no process gave an answer.
     Raises: RewardError if math-verify is not installed.
-    Source: github.com/huggingface/Math-Verify. Its own time limits work in a main thread alone,
-    and do not end a process that is lost in one long operation on numbers.
+    Source: github.com/huggingface/Math-Verify, whose time limits end no long operation on numbers.
     """
     del columns
     golds = [_gold(gold) for gold in answer]

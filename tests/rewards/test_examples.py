@@ -87,6 +87,7 @@ def test_the_judge_of_the_examples_asks_again_gives_up_and_tells_a_refusal(
     assert is_per_sample(module.judged)
     assert judged("10", "7.5", "busy 4", "odd", "99") == [1.0, 0.75, 0.4, None, 1.0]
     assert judged("empty 4", "cut 4", "4") == [None, None, 0.4]
+    assert judged("<think>9 or 10?</think> 4", "<think>9 or 10?") == [0.4, None]
     assert (server.requests["busy 4"], server.requests["10"], server.keys) == (
         3,
         1,
