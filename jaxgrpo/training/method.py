@@ -64,8 +64,7 @@ def build_method(
     objective = methods.make_objective(config.loss, rollout.max_completion_tokens)
     scores = teachers.method_scores(config.scores, chain.needs, objective)
     methods.refuse_double_weights(chain, objective.surrogate, objective.proximal)
-    methods.refuse_all_stale(rollout.staleness, train.steps)
-    _refuse_stale(chain, objective, rollout.staleness, config.experience.share)
+    _refuse_stale(chain, objective, rollout.staleness, config.experience.share, train.steps)
     scoring = teachers.find_teachers(config.teachers, pretrained, config.model.attention, geometry)
     models = model, *(teacher.model for teacher in scoring.values())
     teachers.refuse_too_many(objective.counts, models)
@@ -93,29 +92,34 @@ def build_method(
         balance=make_balance(train.router_aux_loss_coef, train.router_bias_update_rate, model),
         trains_texts=config.data.completion is not None,
     )
-    copies = _copies(blueprint, pretrained, config.reference, config.measures_kl_to_base)
+    kl, two_meshes = config.measures_kl_to_base, blueprint.has_two_meshes
+    copies = _copies(blueprint.policies, pretrained, config.reference, kl, two_meshes)
     return _fit_to_devices(blueprint, pretrained, copies, train, share)
 
 
 def _refuse_stale(
-    chain: AdvantageTransform, objective: Objective, staleness: int, share: float
+    chain: AdvantageTransform, objective: Objective, staleness: int, share: float, steps: int
 ) -> None:
-    """Args: staleness, share: `rollout.staleness` and `experience.share`."""
+    """Args: staleness, share, steps: `rollout.staleness`, `experience.share`, `train.steps`."""
+    methods.refuse_all_stale(staleness, steps)
     for name, value in {"rollout.staleness": staleness, "experience.share": share}.items():
         if value:
             methods.refuse_stale(chain, objective, f"{name} = {value:g}")
 
 
 def _copies(
-    blueprint: Blueprint, pretrained: Pretrained, reference: ReferenceKeys, measures_kl: bool
+    policies: Sequence[str],
+    pretrained: Pretrained,
+    reference: ReferenceKeys,
+    measures_kl: bool,
+    has_two_meshes: bool,
 ) -> tuple[str, ...]:
     """The policies of which a run holds a copy beside the trained one: those of its method, and the
     base that its evaluations measure the KL to, where no other holds it (`find_base`)."""
-    policies = blueprint.policies
     parameters.refuse_average(policies, pretrained.model.config.lora is not None, reference)
     names = {"base"} if may_reset(reference) else {"base", "reference"}
     holds_base = not names.isdisjoint(policies) or pretrained.has_fresh_adapters
-    needs_base = measures_kl and (blueprint.has_two_meshes or not holds_base)
+    needs_base = measures_kl and (has_two_meshes or not holds_base)
     return (*policies, *((memory.EVAL_BASE,) if needs_base else ()))
 
 
