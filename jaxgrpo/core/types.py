@@ -66,6 +66,9 @@ class Rollouts(Prompts):
     fields: dict[str, Array]  # name -> [P, ...] or [P, G, ...]: what a method brings
 
 
+REPLAYED = "replayed"
+"""The field [P, G] bool: the sample is of an earlier step."""
+
 ARRAYS: Mapping[str, tuple[str, Any]] = MappingProxyType(
     {
         "prompt_tokens": ("PS", np.int32),

@@ -28,6 +28,7 @@ from jaxgrpo.core import records
 from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.core.types import (
     PROMPT_ARRAYS,
+    REPLAYED,
     SAMPLE_ARRAYS,
     Experience,
     Params,
@@ -38,9 +39,6 @@ from jaxgrpo.core.types import (
 )
 from jaxgrpo.rollout.policies import SuccessJudge
 from jaxgrpo.rollout.selection import pad_prompts
-
-REPLAYED = "replayed"
-"""Field [P, G] bool: the sample is of an earlier step."""
 
 FIRST_ORDINAL = 2**30
 """Prompts of experience count from here, so that their draws are none of the stream's."""

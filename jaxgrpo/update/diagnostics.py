@@ -16,8 +16,7 @@ from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.base import AdvantageTransform
 from jaxgrpo.core.metrics import Mean, Metrics, maximum, mean, merge, minimum
 from jaxgrpo.core.scores import SCORES
-from jaxgrpo.core.types import Rollouts
-from jaxgrpo.rollout.experience import REPLAYED
+from jaxgrpo.core.types import REPLAYED, Rollouts
 
 RARE = 0.25
 """A success is rare if no larger share of its group succeeded."""

@@ -13,10 +13,9 @@ import tiny
 from jaxgrpo.config.keys import ExperienceKeys, RolloutKeys
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise
-from jaxgrpo.core.types import Stream, Waiting
+from jaxgrpo.core.types import REPLAYED, Stream, Waiting
 from jaxgrpo.rollout.experience import (
     FIRST_ORDINAL,
-    REPLAYED,
     Experiencer,
     choose_rows,
     keep,

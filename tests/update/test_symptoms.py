@@ -15,8 +15,8 @@ from engines import make_blueprint
 
 from jaxgrpo import losses
 from jaxgrpo.core.metrics import Mean, finalise
+from jaxgrpo.core.types import REPLAYED
 from jaxgrpo.losses.surrogates import RATIO_METRICS
-from jaxgrpo.rollout.experience import REPLAYED
 from jaxgrpo.update.diagnostics import (
     advantage_metrics,
     drift_metrics,

@@ -12,7 +12,7 @@ from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config.keys import ExperienceKeys, RolloutKeys, TreeKeys
 from jaxgrpo.core import records
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.types import Params, Prompts, only_tokens
+from jaxgrpo.core.types import REPLAYED, Params, Prompts, only_tokens
 from jaxgrpo.data.prompts import check_tokens, name_row, token_ids
 from jaxgrpo.losses import Objective
 from jaxgrpo.rollout import dialogue, trees
@@ -20,7 +20,6 @@ from jaxgrpo.rollout.answers import answer_end_tokens
 from jaxgrpo.rollout.batch import Drawing
 from jaxgrpo.rollout.drift import DRIFT
 from jaxgrpo.rollout.engine import SamplingSettings
-from jaxgrpo.rollout.experience import REPLAYED
 from jaxgrpo.rollout.prefixes import PREFIX
 from jaxgrpo.rollout.trees import Trees
 from jaxgrpo.training.pretrained import Pretrained

@@ -25,6 +25,7 @@ from jaxgrpo.core.errors import InputError, differing_names
 from jaxgrpo.core.records import SUPPORT
 from jaxgrpo.core.types import (
     ARRAYS,
+    REPLAYED,
     SAMPLE_ARRAYS,
     Params,
     Prompts,
@@ -39,7 +40,6 @@ from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rollout import trees
 from jaxgrpo.rollout.batch import Drawing
 from jaxgrpo.rollout.dialogue import FORK, VERSION
-from jaxgrpo.rollout.experience import REPLAYED
 from jaxgrpo.rollout.judging import RolloutSource
 from jaxgrpo.rollout.selection import sequential
 from jaxgrpo.training.collecting.growing import refuse_excluded
