@@ -281,7 +281,7 @@ LINES = {
     "update": 2473,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
     "config": 2539,  # with tools and environments, other methods by name, scores of several models
     "evaluation": 723,  # with how two judgements agree
-    "training": 8458,  # 127 of it faults around a run; conversations, damaged runs, texts of data
+    "training": 8464,  # 127 of it faults around a run; conversations, damaged runs, texts of data
     "planning": 1821,  # 110 of it what compiled programs move, which benchmarks had
     "experiments": 4148,  # 1,135 of it what methods climb, by enumeration; 87 the atlas
     "cli": 3597,  # with saved samples judged again, queries answered, small models of 33 families

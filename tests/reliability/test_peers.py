@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 from processes import come_to, starting, together
 
@@ -88,6 +89,23 @@ def test_a_traceback_is_printed_by_all_and_all_have_its_exit_code(begin, failing
     assert "failed (exit" not in endings[failing][1]
 
 
+@pytest.mark.parametrize(
+    ("error", "may_be"),
+    [
+        (ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer"), True),
+        (jax.errors.JaxRuntimeError("INTERNAL: Connection reset by peer"), True),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), False),
+        (ValueError("no grader"), False),
+        (ValueError("the answer is UNKNOWN: 3"), False),
+        (OSError("UNKNOWN: a file"), False),
+    ],
+)
+def test_what_a_broken_collective_raises_may_come_of_the_loss_of_another(error, may_be):
+    wrapped = RuntimeError("in a step")
+    wrapped.__cause__ = error
+    assert peers._may_be_effect(error) == peers._may_be_effect(wrapped) == may_be
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("work", ["together", "alone"])
 def test_a_killed_process_is_named_at_once(begin, work):
@@ -98,7 +116,7 @@ def test_a_killed_process_is_named_at_once(begin, work):
     second.kill()
     (code, errors), _ = ends([first, second])
     assert time.monotonic() - began < 10
-    assert code == peers.LOST
+    assert code == peers.LOST, errors
     reason = "process 1 is gone: it was killed, or its machine is down; this process ends with it"
     assert reason in errors
     # A collective breaks as well, and what it raises comes after the reason.

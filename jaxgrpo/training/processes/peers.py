@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import selectors
 import socket
@@ -30,6 +31,9 @@ import jax
 
 LOST = 6
 """The exit code if another process of the run is killed, frozen or out of reach."""
+
+STATUS = re.compile("(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED): ")
+"""What the runtime's messages about collectives that broke begin with."""
 
 TIMEOUT = 15.0
 """Seconds of silence after which a process is lost, until `run.peer_timeout` is known.
@@ -332,9 +336,17 @@ def fail(code: int, text: str, error: BaseException | None = None) -> None:
 
 
 def _may_be_effect(error: BaseException) -> bool:
-    """Whether an exception may come from the loss of another process."""
+    """Whether an exception may come from the loss of another process.
+
+    A collective that breaks raises JaxRuntimeError, or, where it ran before its call returned,
+    ValueError with the status of the runtime.
+    """
     return any(
-        isinstance(cause, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(cause)
+        "RESOURCE_EXHAUSTED" not in str(cause)
+        and (
+            isinstance(cause, jax.errors.JaxRuntimeError)
+            or (isinstance(cause, ValueError) and STATUS.match(str(cause)) is not None)
+        )
         for cause in _causes(error)
     )
 
