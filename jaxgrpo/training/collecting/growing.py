@@ -261,7 +261,7 @@ def _refuse_weights(where: str, chain: AdvantageTransform, objective: Objective)
         )
     if "behavior_logp" in objective.needs:
         raise InputError(
-            f"{where}: loss.surrogate {surrogate.name} reads behavior_logp, and it is not known how "
-            "likely texts were to what wrote them: give it an option that reads something else, as "
-            'sampler = "proximal", or leave it out'
+            f"{where}: loss.surrogate {surrogate.name} reads behavior_logp, and it is not known "
+            "how likely texts were to what wrote them: give it an option that reads something "
+            'else, as sampler = "proximal", or leave it out'
         )
