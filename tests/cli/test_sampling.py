@@ -231,4 +231,5 @@ def test_a_ctrl_c_leaves_whole_lines_to_go_on_with(base, tmp_path, python, envir
 def test_only_line_feeds_end_a_prompt_of_a_text_file(tmp_path):
     file = tmp_path / "p.txt"
     file.write_bytes("\ufeff3+4=\u20285\r\n\n7+1=\x0c2\n".encode())
-    assert [row["prompt"] for row in sampling._lines(str(file))] == ["3+4=\u20285", "7+1=\x0c2"]
+    prompts = ["3+4=\u20285", "7+1=\x0c2"]
+    assert sampling._lines(str(file)) == [{"prompt": prompt} for prompt in prompts]
