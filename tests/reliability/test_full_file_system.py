@@ -79,7 +79,7 @@ def test_wherever_the_disk_is_full_the_run_says_so_and_continues_once_there_is_r
         code, errors = series.run("train", file, merged=False)
         wrong = faulty_runs.disorder(errors)
         if code not in (0, 2, 74) or (code and len(errors.splitlines()) > 5):
-            wrong.append(f"exit code {code}: {errors[-500:]}")
+            wrong.append(f"exit code {code}: {errors}")
         ballast.unlink()
         wrong += continued(series, file, expected, small_disk / "r")
         if wrong:

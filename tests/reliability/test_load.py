@@ -51,10 +51,12 @@ def test_500_steps_take_no_more_memory_descriptors_threads_or_programs_than_100(
     slope = np.polyfit(steps, kilobytes, 1)[0]
     assert slope * (STEPS - WARM_UP) < 20_000, f"{slope:.1f} kB a step"
     for name, values in zip(("descriptors", "threads", "arrays", "programs"), counts, strict=True):
-        half = len(values) // 2
-        assert values[half:].max() <= values[:half].max() + (name in ("descriptors", "arrays")), (
-            name
-        )
+        halves = values[: len(values) // 2], values[len(values) // 2 :]
+        if name == "threads":  # a save under way has one that ends with it; what stays shows
+            before, after = map(np.median, halves)
+        else:
+            before, after = (half.max() for half in halves)
+        assert after <= before + (name in ("descriptors", "arrays")), (name, values.tolist())
     lines = faulty_runs.lines(tmp_path / "r")
     assert len({line["update/micro_batches"] for line in lines}) > 1
     assert len({line["completions/mean_length"] for line in lines}) > 50

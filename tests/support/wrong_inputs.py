@@ -156,7 +156,9 @@ CHECKPOINTS = [
     damaged("code is no folder", "code", b""),
     damaged("model is no folder", "model", b""),
     damaged("rollouts is no folder", "rollouts", b""),
-    damaged("r/model' is no folder", "", b"", *EVAL, "--data", "task:arithmetic:test"),
+    damaged(
+        "r/model: the run has written no model", "", b"", *EVAL, "--data", "task:arithmetic:test"
+    ),
     damaged("no complete checkpoint", "", b"", *EXPORT),
     damaged("3", "", b"", *EVAL, "--step", "3"),
     *(
