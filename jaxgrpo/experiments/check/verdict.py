@@ -121,7 +121,7 @@ def _is_for_every_size(rows: Sequence[Row], target: str) -> bool | None:
     several = [np.stack(by_size) for by_size in scales.values() if len(by_size) > 1]
     largest = max((np.abs(by_size).max() for by_size in several), default=0.0)
     spans = [np.ptp(by_size, axis=0).max() for by_size in several]
-    return max(spans) < EXACT * max(EXACT, largest) if spans else None
+    return bool(max(spans) < EXACT * max(EXACT, largest)) if spans else None
 
 
 def measure(method: Method, prompts: int, sizes: Sizes) -> list[Row]:
