@@ -78,8 +78,8 @@ if importlib.util.find_spec("beartype"):
     checking.check_plain_types_by_beartype_alone()
     jaxtyping.install_import_hook(checked_modules(), "checking.check")
 
-ENDED = itertools.count()
-"""Tests of this process."""
+ENDED, DROPPING = itertools.count(), programs.Dropping()
+"""Tests of this process, and what drops its programs."""
 
 STRICT = (
     *("tests/advantages/", "tests/losses/", "tests/models/test_logprobs.py"),
@@ -119,7 +119,7 @@ def few_programs():
     since a module of long tests alone can reach the limit, and a look takes milliseconds."""
     yield
     if next(ENDED) % 10 == 9:
-        programs.drop_if_many()
+        DROPPING.drop_if_many()
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import hmac
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,8 @@ def serve(
         raise InputError("serve runs in one process: start it without others of a cluster")
     desk = open_desk(answerer.policy)
     dialect = make_dialect(answerer, name or Path(target).resolve().name)
-    server = Server(host, port, *routes(dialect, desk, token))
+    reply = lambda query: dialect.answer(query.path, query, desk.draw)  # noqa: E731
+    server = Server(host, port, *routes(reply, token))
     try:
         with telling(console, "loading the model"):
             desk.open(answerer.policy.read_params(), 0)
@@ -112,13 +113,11 @@ def make_dialect(answerer: Answerer, name: str) -> Dialect:
     return Dialect(name, answerer.chat, limits, answerer.parse, settings.stop_tokens)
 
 
-def routes(dialect: Dialect, desk: Desk, token: str) -> tuple[Any, Any]:
-    """The functions `answer` and `admit` of a server."""
+def routes(reply: Callable[[Query], Document], token: str) -> tuple[Any, Any]:
+    """The functions `answer` and `admit` of a server; `reply` answers all queries but HEALTH."""
 
     def answer(query: Query) -> Document:
-        if (query.method, query.path) == HEALTH:
-            return {"status": "ok"}
-        return dialect.answer(query.path, query, desk.draw)
+        return {"status": "ok"} if (query.method, query.path) == HEALTH else reply(query)
 
     def admit(method: str, path: str, bearer: str) -> None:
         is_free = (method, path) == HEALTH

@@ -56,6 +56,7 @@ RUNS = ("gs",)
 Place = Path | BucketPath
 """Where something is: here, or in a bucket."""
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+REMOVALS = 3  # attempts to remove a folder that another thread may write into
 LARGE = 1 << 26
 """Bytes from which on a file is sent in parts, without a copy of it in memory."""
 
@@ -287,16 +288,19 @@ def remove(url: str | os.PathLike[str]) -> None:
         file_system(url).rm_file(os.fspath(url))
 
 
-def remove_tree(path: Place, quietly: bool = False) -> None:
+def remove_tree(path: Place) -> None:
     """Removes a folder with all that is in it, here or in a bucket; of a link the link alone.
 
-    Raises: OSError, but for a folder here where `quietly`.
+    Of a folder here what cannot be removed stays; another thread may write into it meanwhile.
+    Raises: OSError of a link or a bucket.
     """
     if not is_url(path):
         if os.path.islink(path):
             path.unlink()
-        else:
-            shutil.rmtree(path, ignore_errors=quietly)
+        for _ in range(REMOVALS):
+            if not os.path.lexists(path):
+                break
+            shutil.rmtree(path, ignore_errors=True)
         return
     for name in listing(path):
         remove(f"{os.fspath(path)}/{name}")

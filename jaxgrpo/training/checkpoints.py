@@ -20,7 +20,6 @@ import json
 import logging
 import os
 import sys
-import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -32,15 +31,15 @@ import orbax.checkpoint as ocp
 
 from jaxgrpo.core.errors import InputError, differing_names, one_line
 from jaxgrpo.core.types import Params
-from jaxgrpo.data import sources, storage
+from jaxgrpo.data import storage
 from jaxgrpo.data.storage import Place, write_atomically
 from jaxgrpo.models import sharding
 from jaxgrpo.training import fingerprints
 from jaxgrpo.training.processes import parent, process
 from jaxgrpo.training.records.folder import Closing
 from jaxgrpo.training.records.reading import is_step
+from jaxgrpo.training.step_files import FORMAT, damage, fingerprint, read_meta
 
-FORMAT = 1  # of the files of a step
 GATHERED = 1 << 30
 """Bytes of a parameter that are brought together at a time: with several processes each device then
 holds them, and the stacked matrices of a large model's experts are more than a device has."""
@@ -133,7 +132,7 @@ class Checkpoints(Closing):
         intact_step = process.broadcast(lambda: self._intact(step))
         file = self._manifest(intact_step)
         fingerprints.refuse_unless_alike(
-            lambda: {f"step {intact_step}": _fingerprint(file) if file.exists() else "none"},
+            lambda: {f"step {intact_step}": fingerprint(file) if file.exists() else "none"},
             "put run.dir on a file system that all processes share",
         )
         self._checked_step = intact_step
@@ -141,7 +140,7 @@ class Checkpoints(Closing):
 
     def meta(self, step: int) -> dict[str, Any]:
         """What was saved beside the state of a step. Raises: InputError as `restore`."""
-        return _read_meta(self.folder / str(step))["meta"]
+        return read_meta(self.folder / str(step))["meta"]
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
         """Begins to save; returns when the state's arrays may be donated or overwritten.
@@ -210,7 +209,7 @@ class Checkpoints(Closing):
         is_checked = step is not None and step == self._checked_step
         intact_step, self._checked_step = step if is_checked else self.choose(step), None
         home = self.folder / str(intact_step)
-        stored = _read_meta(home)
+        stored = read_meta(home)
         abstract_leaves = _named_leaves(abstract)
         stored_leaves = {
             n: leaf for n, leaf in stored["leaves"].items() if n in abstract_leaves or not partial
@@ -242,7 +241,7 @@ class Checkpoints(Closing):
     def _is_complete(self, step: int) -> bool:
         try:
             return self._manifest(step).is_file()
-        except OSError:  # a folder that may not be looked into
+        except PermissionError:  # a folder that may not be looked into
             return False
 
     def _remove(self, step: int) -> None:
@@ -252,7 +251,7 @@ class Checkpoints(Closing):
             logger.warning("%s is a link: it is removed, and what it points to stays", home)
         elif not self._manifest(step).is_dir():
             self._manifest(step).unlink(missing_ok=True)
-        storage.remove_tree(home, quietly=True)
+        storage.remove_tree(home)
         if os.path.lexists(home):
             logger.warning("%s is no step any more, but a part of it cannot be removed", home)
 
@@ -276,7 +275,7 @@ class Checkpoints(Closing):
             self._orbax.wait_until_finished()
             if jax.process_index() == 0:
                 entries = storage.folder_files(home).items()
-                files = {name: _fingerprint(p) for name, p in entries if p.name != "manifest.json"}
+                files = {name: fingerprint(p) for name, p in entries if p.name != "manifest.json"}
                 storage.flush_tree(home)
                 write_atomically(self._manifest(step), json.dumps({"files": files}, indent=1))
                 storage.flush(home, self.folder)
@@ -301,7 +300,7 @@ class Checkpoints(Closing):
         complete = f"; complete steps: {self.newest}, if any"  # of a bucket that does not answer
         with contextlib.suppress(OSError), storage.failing_as_os_error(home):
             if jax.process_index() == 0 and not (home / "manifest.json").exists():
-                storage.remove_tree(home, quietly=True)
+                storage.remove_tree(home)
             complete = f"; complete steps: {self.steps()}"
         return OSError(f"{home} could not be saved: {reason}{complete}")
 
@@ -323,72 +322,6 @@ class Checkpoints(Closing):
                 logger.warning("%s; trying the step before it", problems[-1])
         remedy = "choose another step" if step is not None else "start again in another run.dir"
         raise InputError(f"{self.folder}: {'; '.join(problems)}: {remedy}")
-
-
-def damage(home: Place) -> str | None:
-    """What is wrong with the files of a step, the first file found; None where all are intact."""
-    try:
-        files = sources.parse_json((home / "manifest.json").read_bytes())["files"]
-        expected = {name: (size, crc) for name, (size, crc) in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{home / 'manifest.json'} cannot be read ({type(error).__name__})"
-    if "meta.json" not in expected or not any(name.startswith("state/") for name in expected):
-        return f"{home / 'manifest.json'} does not list meta.json and the files of state/"
-    for name, (size, crc) in sorted(expected.items()):
-        if name.startswith("/") or ".." in name.split("/"):
-            return f"{home / 'manifest.json'} lists {name}, which is no file of the step"
-        path = home / name
-        try:
-            if not path.is_file():
-                return f"{path} is missing"
-            actual = _fingerprint(path)
-        except OSError as error:  # no permission, a bad sector, or removed meanwhile
-            return f"{path} cannot be read ({error.strerror or one_line(error)})"
-        if actual != [size, crc]:
-            return (
-                f"{path} was written as {size} bytes, crc32 {crc}, and is {actual[0]}, {actual[1]}"
-            )
-    return None
-
-
-def refuse_other_step(folder: Place, named_step: int, stored_step: int) -> None:
-    """Raises: InputError where the folder of a step holds another one, as a renamed one does."""
-    if named_step != stored_step:
-        raise InputError(
-            f"{folder / str(named_step)} holds step {stored_step} and not {named_step}: "
-            "give it its own name back, or remove it"
-        )
-
-
-def _read_meta(home: Place) -> dict[str, Any]:
-    """meta.json of a step. Raises: InputError where another version or another step wrote it."""
-    try:
-        stored = sources.parse_json((home / "meta.json").read_bytes())
-        leaves = {name: (str(kind), [*shape]) for name, (kind, shape) in stored["leaves"].items()}
-        is_read = isinstance(stored["step"], int) and isinstance(stored["meta"], dict)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        stored, leaves, is_read = {}, {}, False
-    if not (is_read and leaves):
-        raise InputError(
-            f"{home / 'meta.json'} does not describe a step: choose another step, or start again "
-            "in another run.dir"
-        )
-    if stored.get("format") != FORMAT:
-        raise InputError(
-            f"{home / 'meta.json'} has format {stored.get('format')!r}, and this jaxgrpo reads "
-            f"{FORMAT}: go on with the version that saved it, or set run.dir to another folder"
-        )
-    refuse_other_step(home.parent, int(home.name), stored["step"])
-    return stored
-
-
-def _fingerprint(path: Place) -> list[int]:
-    """[bytes, crc32] of a file."""
-    size, crc = 0, 0
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-    return [size, crc]
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:

@@ -24,12 +24,13 @@ from jaxgrpo.models import decoder, lora
 from jaxgrpo.models.api import Model, in_dtype
 from jaxgrpo.models.hf import folders, replacing, texts
 from jaxgrpo.training import parameters
-from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
+from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.inputs import make_chat
 from jaxgrpo.training.pretrained import find_config
 from jaxgrpo.training.processes.recovery import Progress
 from jaxgrpo.training.records.reading import evaluation_metrics, is_number, read_metrics
 from jaxgrpo.training.records.report.record import accuracy_first, with_interval
+from jaxgrpo.training.step_files import refuse_other_step
 from jaxgrpo.training.stored_policy import read_run
 from jaxgrpo.update.forward import trained
 

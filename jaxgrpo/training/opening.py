@@ -29,7 +29,7 @@ from jaxgrpo.data.storage import Place
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import families, texts
 from jaxgrpo.training import fingerprints, parameters
-from jaxgrpo.training.checkpoints import Checkpoints, refuse_other_step
+from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.collecting.replay import refuse_other_files, to_json
 from jaxgrpo.training.inputs import Inputs, answers_line, dropped_line, shared_line
 from jaxgrpo.training.method import attention_lines
@@ -41,6 +41,7 @@ from jaxgrpo.training.records.folder import RunFolder
 from jaxgrpo.training.records.logbook import Logbook
 from jaxgrpo.training.rewarding import gold_problem
 from jaxgrpo.training.setup import Setup, setup
+from jaxgrpo.training.step_files import refuse_other_step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

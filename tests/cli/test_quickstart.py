@@ -15,7 +15,7 @@ import pytest
 import quickstarts
 import small_run
 from engines import draw_all, make_engine
-from quick import long_but
+from quick import long, long_but
 from rich.console import Console
 
 from jaxgrpo.cli import start
@@ -179,7 +179,7 @@ def test_the_line_printed_has_the_size_and_a_loss_near_its_floor(base):
     assert float(floor) < float(loss) < float(floor) + 0.005
 
 
-@pytest.mark.parametrize("name", long_but(["llama", "lora"], quickstarts.VARIANTS))
+@pytest.mark.parametrize("name", long_but(["lora"], quickstarts.VARIANTS))
 def test_another_family_and_adapters_learn_as_much(shipped, name):
     summary = quickstarts.run(name, shipped[0], env=environment(), timeout=2 * LIMIT)
     assert quickstarts.judge(summary) == []
@@ -209,6 +209,7 @@ def test_a_negated_reward_makes_it_worse(python, shipped, tmp_path):
     assert control(python, shipped, tmp_path, "negated") < 0
 
 
+@long
 def test_another_seed_learns_too(python, tmp_path):
     _, summary, _ = run(python, tmp_path, "quickstart", "--set", "train.seed=1")
     assert summary["trained"]["accuracy"] >= 0.80

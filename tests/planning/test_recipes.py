@@ -70,7 +70,6 @@ def test_a_small_recipe_compiles_and_divides_what_it_should(tmp_path):
 
 FULL = {
     *(("qwen3_0p6b_v5e", program) for program in programs.NAMES),
-    ("llama31_8b_lora_v5p", "update"),
     ("qwen3_30b_a3b_v5p", "decode"),
     ("qwen3_5_9b_lora_v6e", "decode"),
 }

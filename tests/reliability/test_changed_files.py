@@ -17,7 +17,7 @@ from jaxgrpo.cli.main import main
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.evaluation.diversity import find_collapse
 from jaxgrpo.training import export
-from jaxgrpo.training.checkpoints import Checkpoints, damage
+from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.records.folder import RunFolder
 from jaxgrpo.training.records.reading import (
     OPTIONAL_TYPES,
@@ -28,6 +28,7 @@ from jaxgrpo.training.records.reading import (
 )
 from jaxgrpo.training.records.report.charts import draw
 from jaxgrpo.training.records.report.record import read_run
+from jaxgrpo.training.step_files import damage
 
 pytestmark = pytest.mark.fault(12)
 

@@ -11,6 +11,7 @@ import resource
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,8 +24,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from processes import free_port
 
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.training import checkpoints as checkpoints_module
-from jaxgrpo.training.checkpoints import Checkpoints, damage, parameter_hash
+from jaxgrpo.training import step_files
+from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash
+from jaxgrpo.training.step_files import damage
 
 
 def equal(left: Any, right: Any) -> bool:
@@ -106,19 +108,43 @@ def test_a_manifest_that_lists_what_no_step_has_is_damage(saved, name, entry, pr
     assert problem in message
 
 
+@pytest.fixture
+def unreadable(monkeypatch) -> Callable[[int], None]:
+    """Makes the meta.json of step 3 fail by an error of the system when it is read."""
+    read = step_files.fingerprint
+
+    def fail_by(number: int) -> None:
+        def read_with_fault(path):
+            if path.name == "meta.json" and path.parent.name == "3":
+                raise OSError(number, os.strerror(number))
+            return read(path)
+
+        monkeypatch.setattr(step_files, "fingerprint", read_with_fault)
+
+    return fail_by
+
+
 @pytest.mark.fault(12)
-def test_a_file_on_a_bad_sector_is_damage(saved, monkeypatch):
-    read = checkpoints_module._fingerprint
-
-    def read_with_fault(path):
-        if path.name == "meta.json" and path.parent.name == "3":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return read(path)
-
-    monkeypatch.setattr(checkpoints_module, "_fingerprint", read_with_fault)
+def test_a_file_on_a_bad_sector_is_damage(saved, unreadable):
+    unreadable(errno.EIO)
     assert damage(saved / "3") == f"{saved / '3' / 'meta.json'} cannot be read (Input/output error)"
     with Checkpoints(saved) as checkpoints:
         assert equal(checkpoints.restore(small(0))[0], small(2))
+
+
+@pytest.mark.fault(12)
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ESTALE, errno.EACCES])
+def test_a_file_that_cannot_be_read_now_ends_the_start_and_its_step_stays(
+    number, saved, unreadable, monkeypatch
+):
+    """The step before is not taken: the next save would then remove the newer one."""
+    unreadable(number)
+    message = rf"meta.json cannot be read \({os.strerror(number)}\), and may be intact: try again"
+    with Checkpoints(saved) as checkpoints, pytest.raises(InputError, match=message):
+        checkpoints.restore(small(0))
+    monkeypatch.undo()
+    with Checkpoints(saved) as checkpoints:
+        assert equal(checkpoints.restore(small(0))[0], small(3))
 
 
 @pytest.mark.fault(12)

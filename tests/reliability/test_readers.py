@@ -37,10 +37,11 @@ from jaxgrpo.models import decoder
 from jaxgrpo.models.api import Model, ModelConfig
 from jaxgrpo.models.gguf import files as gguf_files
 from jaxgrpo.models.hf import folders
-from jaxgrpo.training.checkpoints import Checkpoints, damage
+from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.records import rollout_files
 from jaxgrpo.training.records.folder import RunFolder
 from jaxgrpo.training.records.reading import read_metrics, read_samples
+from jaxgrpo.training.step_files import damage
 
 pytestmark = pytest.mark.fault(20)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -96,10 +95,10 @@ def test_a_field_that_would_change_what_is_drawn_is_not_ignored():
 
 def test_no_document_is_read_of_those_without_a_token():
     """Anyone could have 32 MiB of JSON read at /health."""
-    unused: Any = None
-    answer, admit = serve.routes(unused, unused, "secret")
+    answer, admit = serve.routes(lambda query: {"path": query.path}, "secret")
     admit("GET", "/health", "")
     assert answer(Query("GET", "/health", "", {})) == {"status": "ok"}
+    assert answer(Query("GET", "/v1/models", "", {})) == {"path": "/v1/models"}
     for method, path in (("POST", "/health"), ("GET", "/v1/models"), ("POST", "/v1/completions")):
         admit(method, path, "secret")
         with pytest.raises(Refusal, match="the token is wrong or missing"):

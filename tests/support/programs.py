@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import threading
@@ -20,6 +21,9 @@ MAX_MAPS = 40_000
 process ends in a segmentation fault, and each program holds several."""
 MAX_BYTES = 5 << 30
 """Memory of the process at which programs are dropped: a worker would come to hold 8 GB of them."""
+MORE_BYTES = 1 << 30
+"""What it may grow by before they are dropped again: some of its memory is not given back, and then
+they would be dropped behind every tenth test."""
 
 
 COMPILED: dict[str | None, Any] = {}
@@ -96,13 +100,32 @@ def shared_by_all_runs() -> Iterator[None]:
         yield
 
 
-def drop_if_many() -> None:
-    """Drops every compiled program if they have too many memory maps or too much memory."""
-    maps, sizes = Path("/proc/self/maps"), Path("/proc/self/statm")
-    if not maps.exists():
-        return
-    resident = int(sizes.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    if maps.read_bytes().count(b"\n") > MAX_MAPS or resident > MAX_BYTES:
-        COMPILED.clear()
-        jax.clear_caches()
-        gc.collect()
+class Dropping:
+    """Drops every compiled program where they have too many memory maps or too much memory."""
+
+    def __init__(self) -> None:
+        self.most_bytes = MAX_BYTES  # of the process, at which they are dropped
+
+    def drop_if_many(self) -> None:
+        maps = Path("/proc/self/maps")
+        if not maps.exists():
+            return
+        if maps.read_bytes().count(b"\n") > MAX_MAPS or resident_bytes() > self.most_bytes:
+            COMPILED.clear()
+            jax.clear_caches()
+            gc.collect()
+            give_back()
+            self.most_bytes = max(MAX_BYTES, resident_bytes() + MORE_BYTES)
+
+
+def resident_bytes() -> int:
+    """The memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def give_back() -> None:
+    """Gives free memory back to the system, which glibc keeps for later."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -23,8 +23,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner, Stream, Waiting
 from jaxgrpo.training import checkpoints as checkpoints_module
-from jaxgrpo.training.checkpoints import Checkpoints, damage, parameter_hash
+from jaxgrpo.training.checkpoints import Checkpoints, parameter_hash
 from jaxgrpo.training.parameters import Saved
+from jaxgrpo.training.step_files import damage
 
 
 def sharding(shape: tuple[int, ...], names: tuple[str, ...], *axes: str | None) -> NamedSharding:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
 import zlib
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from faulty_runs import limit_files
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.storage import write_atomically
+from jaxgrpo.training.records import unwritten
 from jaxgrpo.training.records.folder import SAMPLE_KEYS, RunFolder, plain
 from jaxgrpo.training.records.reading import read_metrics
 
@@ -294,6 +295,49 @@ def test_a_sample_with_other_keys_is_refused_and_nothing_is_written(tmp_path):
     assert not (tmp_path / "samples").exists()
 
 
+def test_samples_and_rollouts_that_a_full_disk_does_not_take_are_written_once_it_does(tmp_path):
+    with RunFolder(tmp_path) as run:
+        limit_files(10)
+        try:
+            for write, content in ((run.write_samples, [ROW]), (run.write_rollouts, b"a" * 11)):
+                with pytest.raises(OSError, match="File too large"):
+                    write(3, content)
+            with pytest.raises(OSError, match="File too large") as raised:
+                run.catch_up()
+            assert raised.value.filename == str(tmp_path / "samples" / "step_3.jsonl")
+        finally:
+            limit_files()
+        assert [file for file in tmp_path.rglob("*") if file.is_file()] == [tmp_path / ".lock"]
+        run.write_rollouts(4, b"later")
+    assert json.loads((tmp_path / "samples" / "step_3.jsonl").read_text())["step"] == 3
+    rollouts = tmp_path / "rollouts"
+    assert {file.name: file.read_bytes() for file in rollouts.iterdir()} == {
+        "00000003.safetensors": b"a" * 11,
+        "00000004.safetensors": b"later",
+    }
+
+
+def test_what_waits_for_a_full_disk_is_bounded_and_what_another_fault_stopped_waits_not(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(unwritten, "LIMIT", 25)
+    with RunFolder(tmp_path) as run:
+        limit_files(10)
+        try:
+            for step in (1, 2, 3):
+                with pytest.raises(OSError, match="File too large"):
+                    run.write_rollouts(step, b"12 bytes are")
+        finally:
+            limit_files()
+        run.catch_up()
+        files = sorted(file.name for file in (tmp_path / "rollouts").iterdir())
+        assert files == ["00000001.safetensors", "00000002.safetensors"]
+        (tmp_path / "samples").write_text("in the way")
+        with pytest.raises(FileExistsError):
+            run.write_samples(1, [ROW])
+        run.catch_up()
+
+
 def test_the_summary_is_replaced_as_a_whole(tmp_path):
     with RunFolder(tmp_path) as run:
         run.write_summary({"accuracy": {"base": np.float32(0.5), "trained": math.nan}})
@@ -317,13 +361,12 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path):
 
 
 def test_a_full_disk_is_named_with_the_file_that_it_does_not_take(tmp_path):
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    limit_files(100)
     try:
         with pytest.raises(OSError, match="File too large") as error:
             write_atomically(tmp_path / "page", "x" * 1000)
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        limit_files()
     assert str(tmp_path / "page") in str(error.value)
     assert list(tmp_path.iterdir()) == []
 

@@ -111,12 +111,12 @@ def assert_same_samples(folder, expected) -> None:
 
 
 def start(python, environment, file, count: int, *arguments: str):
-    """`count` processes that train as one run on four devices, with tools of up to a second."""
+    """`count` processes that train as one run on four devices, with tools of up to .3 seconds."""
     each = together(count) if count > 1 else [{}]
     return [
         small_run.command(
             *(python, "train", file, *arguments),
-            env=environment(devices=4 // count, LONGEST="1", **variables),
+            env=environment(devices=4 // count, LONGEST="0.3", **variables),
         )
         for variables in each
     ]
@@ -133,30 +133,45 @@ def end(processes) -> list[str]:
 @pytest.mark.full
 def test_four_devices_draw_the_samples_of_one_whatever_time_tools_take(tmp_path, code, monkeypatch):
     single = loop.train(small_run.config(tmp_path / "one", **changes(code)))
-    monkeypatch.setenv("LONGEST", "0.5")
+    monkeypatch.setenv("LONGEST", "0.3")
     four = loop.train(small_run.config(tmp_path / "four", **changes(code, **MESH)))
     assert_same_samples(four.path, single.path)
+
+
+def assert_same_evaluations(folder, expected) -> None:
+    single, several = small_run.metrics(expected), small_run.metrics(folder)
+    assert [line["step"] for line in several] == [*range(STEPS + 1)]
+    evaluated = 0
+    for left, right in zip(single, several, strict=True):
+        measured = {name: value for name, value in left.items() if name.startswith("eval/")}
+        evaluated += bool(measured)
+        assert {name: right[name] for name in measured} == pytest.approx(measured, nan_ok=True)
+    assert evaluated == 2  # of the base, and behind the last step
 
 
 @pytest.mark.full
 def test_two_processes_draw_the_samples_of_one_also_after_a_kill(
     tmp_path, code, python, environment
 ):
+    """And evaluate a number of prompts that their devices do not divide."""
     folders = {name: tmp_path / name for name in ("one", "two", "killed")}
+    evaluated = {"eval.data": "task:arithmetic:test", "eval.prompts": 3, "eval.samples": 2}
+    more = {**MESH, **evaluated}
     configured = {
-        name: small_run.write(tmp_path / f"{name}.toml", folder, **changes(code, **MESH))
+        name: small_run.write(tmp_path / f"{name}.toml", folder, **changes(code, **more))
         for name, folder in folders.items()
     }
     end(start(python, environment, configured["one"], 1))
     end(start(python, environment, configured["two"], 2))
     assert_same_samples(folders["two"], folders["one"])
+    assert_same_evaluations(folders["two"], folders["one"])
     doomed = start(python, environment, configured["killed"], 2)
     log, began = folders["killed"] / "metrics.jsonl", time.monotonic()
-    while not log.exists() or not log.read_text().count("\n"):
+    while not log.exists() or log.read_text().count("\n") < 2:  # the base's line, and step 1
         assert time.monotonic() - began < LIMIT
         assert doomed[1].poll() is None, doomed[1].communicate()[0]
         time.sleep(0.05)
-    time.sleep(0.5)  # tools are running
+    time.sleep(0.2)  # tools are running
     doomed[1].send_signal(signal.SIGKILL)
     outputs = [process.communicate(timeout=LIMIT)[0] for process in doomed]
     assert doomed[1].returncode == -signal.SIGKILL
@@ -166,24 +181,6 @@ def test_two_processes_draw_the_samples_of_one_also_after_a_kill(
         assert file.read_bytes() == again.read_bytes()
     weights = [folders[name] / "model" / "model.safetensors" for name in ("two", "killed")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-
-
-@pytest.mark.full
-def test_two_processes_evaluate_a_number_of_prompts_that_their_devices_do_not_divide(
-    tmp_path, code, python, environment
-):
-    evaluated = {"eval.data": "task:arithmetic:test", "eval.prompts": 3, "eval.samples": 2}
-    more = {**MESH, **evaluated, "train.steps": 1}
-    folders = {count: tmp_path / f"r{count}" for count in (1, 2)}
-    for count, folder in folders.items():
-        file = small_run.write(tmp_path / f"{count}.toml", folder, **changes(code, **more))
-        end(start(python, environment, file, count))
-    single, two = (small_run.metrics(folder) for folder in folders.values())
-    assert [line["step"] for line in two] == [0, 1]
-    for left, right in zip(single, two, strict=True):
-        measured = {name: value for name, value in left.items() if name.startswith("eval/")}
-        assert measured
-        assert {name: right[name] for name in measured} == pytest.approx(measured, nan_ok=True)
 
 
 @pytest.mark.full

@@ -337,7 +337,7 @@ def test_a_run_is_the_same_in_threads_and_with_any_number_of_processes(tmp_path,
 
 @pytest.mark.full
 def test_samples_whose_process_ends_are_counted_by_name_and_not_trained_on(tmp_path, mine):
-    changes = {"environment": f"{mine}:Fragile", "rollout.call_timeout": 2.0}
+    changes = {"environment": f"{mine}:Fragile", "rollout.call_timeout": 2.0, "train.steps": 1}
     runs = [
         train(tmp_path / str(n), mine, **changes, **{"rollout.call_workers": n}) for n in (2, 4)
     ]

@@ -15,6 +15,7 @@ import pytest
 import small_run
 from moved import sync_bytes
 from processes import together
+from quick import LONG
 from resuming import assert_same_bits, died_and_resumed
 
 import jaxgrpo
@@ -77,8 +78,8 @@ def assert_same_run(first: Path, second: Path) -> None:
     [
         ({"fsdp": 4}, 2, {}),
         ({"fsdp": 4}, 4, {"eval": EVAL, **LORA}),
-        ({"fsdp": 4}, 4, {}),
-        ({"fsdp": 2, "tensor": 2}, 4, {"eval": EVAL}),
+        pytest.param({"fsdp": 4}, 4, {}, marks=LONG),
+        pytest.param({"fsdp": 2, "tensor": 2}, 4, {"eval": EVAL}, marks=LONG),
         ({"fsdp": 2, "tensor": 2}, 1, LORA),
         ({"data": 2, "context": 2}, 1, {}),
         (

@@ -42,6 +42,7 @@ from jaxgrpo.training.records.reading import (
     read_text,
     sample_steps,
 )
+from jaxgrpo.training.records.unwritten import Unwritten
 
 SAMPLE_KEYS = tuple(SAMPLE_TYPES)
 FILES = ("config.toml", "metrics.jsonl", "summary.json", "report.html", "replay.json")
@@ -166,6 +167,7 @@ class RunFolder(Closing):
         self.path: Path = mirror.local_folder(os.fspath(path)) if in_bucket else Path(self.place)
         self._mirror: mirror.Mirror | None = None
         self._unwritten_lines = b""  # lines of metrics that the disk did not take
+        self._unwritten_files = Unwritten(self._write)
         self._size: int | None = None  # of metrics.jsonl, as this start has left it
         self.checkpoints: Place = self.place / "checkpoints"
         self._lock: int | None = None  # file descriptor
@@ -369,15 +371,18 @@ class RunFolder(Closing):
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends one line, names in order, numbers that are not finite as null.
 
-        A step's line goes out before its checkpoint is saved: what is restored then has its line.
-        Raises: OSError as `catch_up`, which then has this line to write too.
+        Raises: OSError where the disk takes it not or in part; `catch_up` then has it to write.
         """
         if self._writes:
             self._unwritten_lines += _line(step, metrics).encode("ascii")
-            self.catch_up()
+            self._append_lines()
 
     def catch_up(self) -> None:
-        """Appends the lines that wait. Raises: OSError where the disk takes them not or in part."""
+        """Writes the lines and files that wait, before a step is saved. Raises: OSError."""
+        self._append_lines()
+        self._unwritten_files.catch_up()
+
+    def _append_lines(self) -> None:
         if not self._unwritten_lines:
             return
         self._refuse_moved()
@@ -400,7 +405,7 @@ class RunFolder(Closing):
         self._unwritten_lines = b""
 
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Writes samples/step_N.jsonl, whole or not at all, keys in the order of SAMPLE_KEYS.
+        """Writes samples/step_N.jsonl as `Unwritten.write`, keys in the order of SAMPLE_KEYS.
 
         Every process reads `rows` to its end: what makes them may gather arrays.
         Raises: ValueError where a row lacks a key or brings another.
@@ -416,11 +421,11 @@ class RunFolder(Closing):
                 )
             ordered = {n: plain(row[n], n) for n in SAMPLE_TYPES | OPTIONAL_TYPES if n in row}
             lines.append(json.dumps(ordered, ensure_ascii=False, allow_nan=False) + "\n")
-        self._write(f"samples/step_{step}.jsonl", "".join(lines))
+        self._unwritten_files.write(f"samples/step_{step}.jsonl", "".join(lines))
 
     def write_rollouts(self, step: int, content: bytes) -> None:
-        """Writes a file of rollouts. Its name has leading zeros, so that a shell's * sorts them."""
-        self._write(f"rollouts/{step:08}.safetensors", content)
+        """Writes a file of rollouts as `Unwritten.write`; by its leading zeros a shell sorts it."""
+        self._unwritten_files.write(f"rollouts/{step:08}.safetensors", content)
 
     def write_replay(self, text: str) -> None:
         """Writes replay.json, which says what a run trains on instead of samples of its own."""
