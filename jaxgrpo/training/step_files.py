@@ -52,8 +52,8 @@ def damage(home: Place) -> str | None:
 
 
 def _unreadable(file: Place, error: OSError) -> str:
-    """The answer of `damage` about a file. Raises: InputError where its step may be intact: the step
-    before it must not be taken for that, since the next save would then remove it."""
+    """The answer of `damage` about a file. Raises: InputError where its step may be intact: the
+    step before it must not be taken for that, since the next save would then remove it."""
     text = f"{file} cannot be read ({error.strerror or one_line(error)})"
     if error.errno not in LASTING:
         raise InputError(
