@@ -288,15 +288,17 @@ def test_a_reward_that_changes_its_process_changes_nothing_of_the_run(
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
-def test_folders_and_files_may_have_odd_names(name, base, tmp_path, start, straight):
+def test_folders_and_files_may_have_odd_names(name, base, tmp_path, series, straight):
     """Of the run, the model and the file of rewards, which is saved and continued."""
     home = tmp_path / name
     home.mkdir()
     shutil.copytree(base, home / "model")
     run = (tmp_path if UNREADABLE & {*name} else home) / "r"
     file = write(base, home, **{"run.dir": str(run), "model.path": os.fspath(home / "model")})
-    finish(start("train", file, "--set", "train.steps=1", merged=False))
-    finish(start("train", file, "--resume", "auto", merged=False))
+    for words in (("--set", "train.steps=1"), ("--resume", "auto")):
+        code, errors = series.run("train", file, *words, merged=False)
+        assert code == 0, errors
+        assert faulty_runs.disorder(errors) == []
     assert faulty_runs.differences(straight, run) == []
 
 
