@@ -16,6 +16,7 @@ Source: OpenAI's API reference; the answers of vLLM 0.32, field by field.
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import json
 import secrets
@@ -27,6 +28,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import chat as chats
 from jaxgrpo.data.chat import Chat, Message
 from jaxgrpo.environments.calls import Parser, Reading, cast
+from jaxgrpo.environments.history import write_in_some_form
 from jaxgrpo.environments.serving.fields import (
     SAMPLING,
     Completion,
@@ -227,15 +229,16 @@ class Dialect:
         return reading if is_read else Reading(text, [])
 
     def message(self, completion: Completion, prompted: Prompted) -> Message:
-        """The assistant's message; without calls it is the text as the query wants it."""
+        """The assistant's message; without calls it is the text as the query wants it. A call has
+        the id that the model wrote, if it wrote one."""
         reading = self.read(self.text(completion, skips=False, has_end=False), prompted)
         if not reading.calls:
             reading = Reading(self.text(completion, prompted.skips), [])
         calls = []
-        for call in reading.calls:
+        for number, call in enumerate(reading.calls):
             written = json.dumps(call.arguments, ensure_ascii=False)
             function = {"name": call.name, "arguments": written}
-            identity = f"call_{secrets.token_hex(8)}"
+            identity = call.id or _call_id(prompted.wish.prompts[0], completion.tokens, number)
             calls.append({"id": identity, "type": "function", "function": function})
         content = reading.content if reading.content or not calls else None
         message = {"role": "assistant", "content": content, "refusal": None, "tool_calls": calls}
@@ -263,7 +266,11 @@ class Dialect:
             )
         if messages[0]["role"] == "system":
             chat = chat._replace(system=None)
-        text = chats.write(chat, messages, "messages", is_opened or None, is_limited=False)
+
+        def write(form: list[Message]) -> str:
+            return chats.write(chat, form, "messages", is_opened or None, is_limited=False)
+
+        text = write_in_some_form(write, messages)
         for name in map(_tool_name, chat.tools):
             if name not in text:
                 raise InputError(f"tools: {chat.name} does not write them: leave them out")
@@ -415,6 +422,13 @@ def _tool_name(tool: Any) -> str:
     function = tool.get("function") if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) and tool.get("type") == "function" else ""
+
+
+def _call_id(prompt: Sequence[int], drawn: Sequence[int], number: int) -> str:
+    """The id of a call that the model gave none: nine letters and digits, as Mistral's templates
+    ask for. It follows from the tokens, so that a run that is repeated reads the same id again."""
+    turn = json.dumps([prompt, drawn, number]).encode()
+    return hashlib.blake2b(turn, digest_size=5).hexdigest()[:9]
 
 
 def _events(answer: Mapping[str, Any], options: Any) -> list[dict[str, Any]]:

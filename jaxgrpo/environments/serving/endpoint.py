@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from jaxgrpo.data.chat import Message
 from jaxgrpo.environments.calls import Reading
-from jaxgrpo.environments.history import History
+from jaxgrpo.environments.history import TOOL, History
 from jaxgrpo.environments.partners import (
     Answer,
     Broken,
@@ -156,9 +156,10 @@ class Session:
             history = History(chat, self.stop_tokens)
             has_end = self._drawn[-1] in self.stop_tokens
             context = [*self._prompt, *self._drawn[: -1 if has_end else None]]
-            text = history.words(context) + history.text(rest)
+            called = self._called(rest[0])
+            text = history.words(context) + history.text(rest, called)
             if not self.forks or text == history.words(prompt):
-                tokens = history.between(rest, self._drawn[-1])
+                tokens = history.between(rest, self._drawn[-1], called)
         if tokens is None and self.forks:
             turns = [place for place, m in enumerate(messages, 1) if m["role"] == "assistant"]
             text = tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
@@ -169,6 +170,12 @@ class Session:
             raise Refusal(409, REWRITTEN)
         text = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
         return _Question(prompted, tokens, rest or [{"role": "user", "content": text}])
+
+    def _called(self, answer: Message) -> str:
+        """The tool that an answer is of: clients give the id of its call, and no name."""
+        calls = self._messages[-1].get("tool_calls", [])
+        names = {call["id"]: call["function"]["name"] for call in calls}
+        return names.get(str(answer.get("tool_call_id")), next(iter(names.values()), TOOL))
 
     def _behind(self, prompt: list[int]) -> list[int] | None:
         """What of a prompt follows the prompt before and its answer; None: it begins otherwise.
