@@ -5,6 +5,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import hostile
@@ -14,7 +15,7 @@ from quick import all_but
 
 from jaxgrpo import rewards
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.rewards import programs, python
+from jaxgrpo.rewards import bubblewrap, programs, python
 from jaxgrpo.rewards.protocol import RewardError
 
 PROBLEMS = {name: module.find_problem() for name, module in python.SANDBOXES.items()}
@@ -42,6 +43,7 @@ HUMAN_EVAL = {
 }
 BUILT_IN = {"test_list": ["assert sum(10, 15) == 25", "assert sum(1, 2) == 3"]}
 NAMED = {"test_list": ["assert greet(name='a', self='b') == 'ab'"]}
+NULL = "/dev/null"
 SUMS = {"inputs": ["1 2\n", "10 20\n"], "outputs": ["3\n", "30\n"]}
 
 
@@ -357,3 +359,17 @@ def test_a_thousand_honest_programs_take_less_than_three_minutes(name):
     began = time.monotonic()
     assert rewards.python_answer(["p"] * 1000, completions, name, **columns) == [1.0] * 1000
     assert time.monotonic() - began < 180
+
+
+def test_a_sandbox_shows_no_ctypes_and_no_packages_of_any_python():
+    """The system's own were there beside ours, in folders of libraries."""
+    options = [*bubblewrap._mounts(sys.executable)]
+    triples = [*zip(options, options[1:], options[2:], strict=False)]
+    bound = {place for kind, source, place in triples if kind == "--ro-bind" and source == place}
+    covered = {place for kind, source, place in triples if (kind, source) == ("--ro-bind", NULL)}
+    covered |= {place for kind, place, _ in triples if kind == "--tmpfs"}
+    patterns = "python3*/*-packages", "python3*/*/_ctypes.*"
+    folders = [Path(place) for place in bound if Path(place).is_dir()]
+    shown = {str(file) for place in folders for pattern in patterns for file in place.glob(pattern)}
+    assert shown
+    assert shown - covered == set()
