@@ -252,7 +252,7 @@ class Conversations:
         for key in opened:
             if not self._running[key].problem:
                 first.setdefault(key[0], key)
-        openings = {}
+        openings: dict[Key, Opening] = {}
         for key in opened:
             if self._running[key].problem and (example := first.get(key[0])):
                 self._running[key].prompt = self._running[example].prompt
