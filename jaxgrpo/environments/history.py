@@ -12,6 +12,7 @@ Without a chat template the answers follow a turn as they are.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -72,10 +73,11 @@ class History(NamedTuple):
 
         Raises: InputError where it ends turns with none of the model's stop tokens.
         """
-        turn: Message = {"role": "assistant", "content": TURN}
+        word = _word_for_turn(messages)
+        turn: Message = {"role": "assistant", "content": word}
         if messages[0]["role"] == "tool":
-            turn = _turn_with_call(messages[0].get("name", called), {TURN: TURN})
-        _, behind = self._around([turn, *messages])
+            turn = _turn_with_call(messages[0].get("name", called), {word: word})
+        _, behind = self._around([turn, *messages], word)
         return behind[self._end(behind) :]
 
     def written(self, turn: Message) -> tuple[str, str]:
@@ -97,10 +99,10 @@ class History(NamedTuple):
         """What the template writes up to a first turn; empty without one."""
         return _render(self.chat, [QUESTION], is_limited=False) if self.chat.template else ""
 
-    def _around(self, messages: Sequence[Message]) -> tuple[str, str]:
-        """What the template writes behind a question, up to the last TURN and behind it."""
+    def _around(self, messages: Sequence[Message], word: str = TURN) -> tuple[str, str]:
+        """What the template writes behind a question, up to the last word of a turn and behind."""
         text = _render(self.chat, [QUESTION, *messages], is_limited=False)
-        begun, turn, behind = text.rpartition(TURN)  # a call has it as name and value
+        begun, turn, behind = text.rpartition(word)  # a call has it as name and value
         return begun + turn, behind if turn else ""
 
     def _end(self, behind: str) -> int:
@@ -187,6 +189,12 @@ def check(history: History, has_tools: bool) -> None:
                 f"{chat.name} does not write {kind}: set data.chat_template to one that does"
             )
     history.text([answer])
+
+
+def _word_for_turn(answers: Sequence[Message]) -> str:
+    """A word in place of a turn that no answer to it holds, as one of this file's would TURN."""
+    tails = [t for answer in answers for t in re.findall(f"{TURN}(n*)", answer["content"])]
+    return TURN + "n" * (1 + max(map(len, tails)) if tails else 0)
 
 
 def _turn_with_call(name: str, arguments: Mapping[str, Any]) -> Message:
