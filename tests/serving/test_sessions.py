@@ -71,10 +71,15 @@ def begin(template: str, forks: bool = False) -> tuple[Dialect, Session]:
     return dialect, Session(dialect, [END], forks)
 
 
-def ask(dialect: Dialect, session: Session, drawn: str, **document: Any) -> tuple[str, Any]:
-    """What a query adds to the sample, and the message of the turn that is then drawn."""
+CHAT = "/v1/chat/completions"
+
+
+def ask(
+    dialect: Dialect, session: Session, drawn: str, path: str = CHAT, **document: Any
+) -> tuple[str, Any]:
+    """What a query adds to the sample, and the turn that is then drawn: a message or a text."""
     with ThreadPoolExecutor(1) as client:
-        query = Query("POST", "/v1/chat/completions", "", document)
+        query = Query("POST", path, "", document)
         answer = client.submit(dialect.answer, query.path, query, session.draw)
         while session.events.empty() and not answer.done():
             time.sleep(0.005)
@@ -84,7 +89,8 @@ def ask(dialect: Dialect, session: Session, drawn: str, **document: Any) -> tupl
             text, tokens = chatting.text(question.tokens), chatting.ids(drawn)
             session.give(Completion(tokens, [0.0] * len(tokens), "stop"), is_last=False)
         reply: Any = answer.result(9)
-    return text, reply["choices"][0]["message"]
+    (choice,) = reply["choices"]
+    return text, choice.get("message", choice.get("text"))
 
 
 def talk(queries: Sequence[dict[str, Any]], forks: bool = False) -> list[str]:
@@ -118,6 +124,17 @@ def test_tools_may_be_left_out_and_none_comes_that_the_model_has_not_seen():
     with pytest.raises(Refusal) as refused:
         talk(further)
     assert (refused.value.status, str(refused.value)) == (409, REWRITTEN)
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_a_text_goes_on_behind_the_text_before_also_where_it_is_alone_in_a_list(is_listed):
+    dialect, session = begin(QUICK)
+    asks = functools.partial(ask, dialect, session, path="/v1/completions")
+    listed = lambda text: [text] if is_listed else text  # noqa: E731
+    drawn = f"a{chatting.tokenizer().pad_token}b<|end|>"  # which a text does not show
+    _, text = asks(drawn, prompt=listed("Go: "))
+    assert text == "ab"
+    assert asks("c<|end|>", prompt=listed("Go: ab!"))[0] == "!"
 
 
 PARTICULAR = (

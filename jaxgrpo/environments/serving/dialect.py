@@ -131,7 +131,8 @@ class Dialect:
         wish = read_wish(fields, prompts, self.limits, DEFAULT_TOKENS)
         has_logp, with_ids = fields.asks_logp(), fields.flag(IDS[0])
         shows_ids, skips = fields.flag(IDS[1]), fields.flag("skip_special_tokens", True)
-        text = document["prompt"] if isinstance(document["prompt"], str) else ""
+        texts = [document["prompt"]] if isinstance(document["prompt"], str) else document["prompt"]
+        text = texts[0] if len(texts) == 1 and isinstance(texts[0], str) else ""
         drawn = draw(Prompted(wish, text=text, skips=skips))
         choices = []
         for prompt, completions in zip(prompts, drawn, strict=True):
