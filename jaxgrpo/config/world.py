@@ -315,6 +315,7 @@ def _program_kind(
         min_p=rollout.min_p,
         is_turn=True,
         ends=frozenset(stop_tokens),
+        stop_strings=rollout.stop_strings,
     )
     parse = functools.partial(find_parser, rollout.call_format, chat, stop_tokens)
     dialect = Dialect("policy", chat, limits, parse, stop_tokens)

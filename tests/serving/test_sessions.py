@@ -191,3 +191,18 @@ def test_several_calls_of_a_turn_have_ids_of_their_own():
     question = {"role": "user", "content": "Where?"}
     _, turn = ask(dialect, session, f"{call}{call}<|end|>", messages=[question], tools=TOOLS)
     assert len({call["id"] for call in turn["tool_calls"]}) == 2
+
+
+def test_a_stop_string_of_the_run_is_not_in_the_text_and_may_be_asked_for():
+    """Behind `serve`, and vLLM, it is cut off: an agent read another text than in training."""
+    dialect, session = begin(QUICK)
+    dialect.limits = dialect.limits._replace(stop_strings=("</go>", "."))
+    question = {"role": "user", "content": "Where?"}
+    _, turn = ask(dialect, session, "<go>on</go>", messages=[question], stop=["</go>"])
+    assert turn["content"] == "<go>on"
+    further = [question, turn, {"role": "user", "content": "So?"}]
+    text, turn = ask(dialect, session, "No<|end|>", messages=further)
+    assert text == "<|end|>\n<|start|>user\nSo?<|end|>\n<|start|>assistant\n"
+    assert turn["content"] == "No"
+    with pytest.raises(Refusal, match="stop: what ends a turn is part of the policy"):
+        ask(dialect, session, "", messages=[*further, turn, question], stop="</so>")

@@ -296,6 +296,12 @@ class Dialect:
         )
         return text.partition(completion.stop)[0] if isinstance(completion.stop, str) else text
 
+    def stop_string(self, tokens: Sequence[int]) -> str | None:
+        """Which of `Limits.stop_strings` a turn holds, the first one; None: none."""
+        text = self.chat.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        strings = [string for string in self.limits.stop_strings if string in text]
+        return min(strings, key=text.index, default=None)
+
     def _token_texts(self, tokens: Sequence[int], shows_ids: bool) -> list[str]:
         if shows_ids:
             return [f"token_id:{token}" for token in tokens]

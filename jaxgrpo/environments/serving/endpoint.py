@@ -107,6 +107,8 @@ class Session:
         completion = self._answers.get()
         if completion is None:
             raise self._refusal()
+        if completion.finish == "stop" and completion.tokens[-1] not in self.stop_tokens:
+            completion = completion._replace(stop=self.dialect.stop_string(completion.tokens))
         if question.is_fork or not self._drawn:
             self._tools = prompted.tools
         self._prompt, self._drawn = wish.prompts[0], completion.tokens
