@@ -137,6 +137,24 @@ def test_a_text_goes_on_behind_the_text_before_also_where_it_is_alone_in_a_list(
     assert asks("c<|end|>", prompt=listed("Go: ab!"))[0] == "!"
 
 
+def test_the_token_that_ends_a_turn_stands_once_where_a_text_writes_it_too():
+    dialect, session = begin(QUICK)
+    asks = functools.partial(ask, dialect, session, path="/v1/completions")
+    asks(f"a{chatting.tokenizer().pad_token}b<|end|>", prompt="Go: ")
+    assert asks("c<|end|>", prompt="Go: ab<|end|>\nAnd?")[0] == "\nAnd?"
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_the_token_that_ends_a_completion_is_not_in_its_text(skips):
+    """As in vLLM: one of `stop_token_ids` was, and with skip_special_tokens = false every one."""
+    dialect, _ = begin(QUICK)
+    (dot,) = chatting.ids(".")
+    for text, stop in (("ab.", dot), ("ab<|end|>", None)):
+        tokens = chatting.ids(text)
+        completion = Completion(tokens, [0.0] * len(tokens), "stop", stop)
+        assert dialect.text(completion, skips) == "ab"
+
+
 PARTICULAR = (
     "{% set call = namespace(name='') %}" + chatting.HEAD + "{% for m in messages %}"
     "{% if m.role == 'tool' %}"

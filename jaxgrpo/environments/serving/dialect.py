@@ -232,7 +232,7 @@ class Dialect:
     def message(self, completion: Completion, prompted: Prompted) -> Message:
         """The assistant's message; without calls it is the text as the query wants it. A call has
         the id that the model wrote, if it wrote one."""
-        reading = self.read(self.text(completion, skips=False, has_end=False), prompted)
+        reading = self.read(self.text(completion, skips=False), prompted)
         if not reading.calls:
             reading = Reading(self.text(completion, prompted.skips), [])
         calls = []
@@ -280,16 +280,14 @@ class Dialect:
     def _encode(self, text: str, has_special: bool) -> list[int]:
         return chats.encode(self.chat, text, has_special)
 
-    def text(self, completion: Completion, skips: bool, has_end: bool | None = None) -> str:
-        """The text of a completion, up to the text that stopped it.
+    def text(self, completion: Completion, skips: bool) -> str:
+        """The text of a completion, up to the token or text that ended it.
 
         Args:
           skips: special tokens are left out.
-          has_end: whether the token that ended it is there; None: as `skips` says.
         """
         tokens = completion.tokens
-        has_end = not skips if has_end is None else has_end
-        if not has_end and tokens and tokens[-1] in self._stop_tokens:
+        if isinstance(completion.stop, int) or self._stop_tokens.intersection(tokens[-1:]):
             tokens = tokens[:-1]
         text = self.chat.tokenizer.decode(
             tokens, skip_special_tokens=skips, clean_up_tokenization_spaces=False

@@ -151,7 +151,7 @@ class Session:
         tokens = self._behind(prompt)
         if tokens is None and self._text and prompted.text.startswith(self._text):
             text = prompted.text[len(self._text) :]
-            tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+            tokens = self._behind_end(tokenizer(text, add_special_tokens=False)["input_ids"])
         if tokens is None and rest and all(message["role"] != "assistant" for message in rest):
             options = {**prompted.options}
             chat = self.dialect.chat._replace(tools=prompted.tools, options=options)
@@ -191,8 +191,12 @@ class Session:
         before = before[:-1]
         if self._drawn[-1] not in self.stop_tokens or prompt[: len(before)] != before:
             return None
-        rest = prompt[len(before) :]
-        return rest[rest[:1] != [] and rest[0] in self.stop_tokens :]
+        return self._behind_end(prompt[len(before) :])
+
+    def _behind_end(self, tokens: list[int]) -> list[int]:
+        """What follows a turn, without a token that ends it where the turn has ended itself."""
+        has_ended = self._drawn[-1] in self.stop_tokens and tokens != []
+        return tokens[has_ended and tokens[0] in self.stop_tokens :]
 
 
 class Sessions:
