@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import chatting
@@ -71,20 +72,18 @@ def test_the_prompt_of_a_sample_that_broke_is_not_that_of_its_row():
 
 
 class Busy:
-    """Asks for much, and is busy in the second sample that asks."""
+    """Says much, and is busy in the second sample that begins."""
 
-    count = 0
+    numbers = itertools.count(1)
 
     def reset(self, **row):
-        Busy.count += 1
-        if Busy.count == 2:
+        if next(Busy.numbers) == 2:
             raise ConnectionError("busy")
         return " a task of many words."
 
 
 def test_a_sample_that_broke_takes_no_word_from_the_prompt_of_its_group():
     """What is common to all was the row's: the task counted as a completion, and ended the run."""
-    Busy.count = 0
     rows = [{"prompt": "Do"}]
     kind = make_kind(Busy, {}, (), lambda: hermes, 5.0, "environment")
     talks = Conversations({"": kind}, chatting.chat(None), chatting.ids("<|end|>"), rows)
