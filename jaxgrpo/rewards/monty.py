@@ -10,9 +10,10 @@ import atexit
 import builtins
 import functools
 import importlib.util
+import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxgrpo.rewards.programs import (
     MEMORY,
@@ -79,8 +80,8 @@ def judge(program: str, tests: Tests, seconds: float, stops: bool) -> Verdict:
     """How a program does in tests, which run in a second process; see `Sandbox`."""
     from pydantic_monty import MontyError
 
-    total = len(tests.cases)
-    with _checkout(seconds) as solver, _checkout(seconds) as judging:
+    total, pairs = len(tests.cases), _pool().pairs
+    with pairs, _checkout(seconds) as solver, _checkout(seconds) as judging:
         try:
             solver.feed_run(program, inputs={"__name__": "program"}, print_callback=_drop)
         except MontyError as error:
@@ -184,7 +185,7 @@ def _drop(stream: str, text: str) -> None:
 
 def _checkout(seconds: float) -> Any:
     """A process for one program. It sleeps in no time, and its random numbers are the same."""
-    return _pool().checkout(
+    return _pool().processes.checkout(
         limits={
             "max_feed_duration_secs": seconds,
             "max_memory": MEMORY,
@@ -195,12 +196,18 @@ def _checkout(seconds: float) -> Any:
     )
 
 
+class _Pool(NamedTuple):
+    processes: Any
+    pairs: threading.Semaphore
+    """taken by who needs two of them: else all could be with judges that wait for their second"""
+
+
 @functools.cache
-def _pool() -> Any:
+def _pool() -> _Pool:
     """Raises: OSError where there is no program, or it does not start."""
     from pydantic_monty import Monty
 
     pool = Monty(max_processes=PROCESSES, max_checkouts_per_worker=1)
     pool.__enter__()
     atexit.register(pool.__exit__, None, None, None)
-    return pool
+    return _Pool(pool, threading.Semaphore(PROCESSES // 2))

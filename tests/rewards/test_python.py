@@ -5,6 +5,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from quick import all_but
 
 from jaxgrpo import rewards
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.rewards import bubblewrap, programs, python
+from jaxgrpo.rewards import bubblewrap, monty, programs, python
 from jaxgrpo.rewards.protocol import RewardError
 
 PROBLEMS = {name: module.find_problem() for name, module in python.SANDBOXES.items()}
@@ -265,6 +266,20 @@ def test_equal_programs_are_run_once_and_others_side_by_side(name, monkeypatch):
     scores = rewards.python_answer(["p"] * 6, completions, name, **repeated(MBPP, 6))
     assert scores == [1.0] * 5 + [0.0]
     assert len(judged) == 2
+
+
+@pytest.mark.skipif(PROBLEMS["monty"] is not None, reason=f"monty: {PROBLEMS['monty']}")
+def test_programs_side_by_side_do_not_wait_for_each_other_s_processes(monkeypatch):
+    """A program and its tests have one each: as many programs as there are processes had one, and
+    waited for the second for ever."""
+    monkeypatch.setattr(monty, "PROCESSES", 2)
+    pool = monty._pool.__wrapped__()
+    monkeypatch.setattr(monty, "_pool", lambda: pool)
+    tests = programs.make_tests("", ["assert double(3) == 6"])
+    code = "def double(value): return value * 2"
+    with ThreadPoolExecutor(4) as threads:
+        judged = [threads.submit(monty.judge, code, tests, 5.0, True) for _ in range(12)]
+        assert [future.result(60) for future in judged] == [programs.Verdict(1, 1)] * 12
 
 
 @pytest.mark.fault(19)
