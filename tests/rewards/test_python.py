@@ -1,7 +1,9 @@
 """The reward `python`, in each sandbox that this machine has."""
 
 import contextlib
+import json
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -234,6 +236,26 @@ def test_bubblewrap_runs_all_of_python():
     turned = "\n".join(f"{number:099}"[::-1] for number in range(5000))
     assert score(echo, {"inputs": [long], "outputs": [turned]}, "bwrap") == 1
     assert score("print(open(0).read())", {"inputs": ["x"], "outputs": ["x"]}, "bwrap") == 1
+
+
+@pytest.mark.parametrize("role", ["run", "calls"])
+def test_an_annotation_that_names_nothing_is_an_error_as_in_python(role):
+    """Annotations were texts, as in the file that runs programs: a program that Python does not
+    run, for a lack of `from typing import List`, passed. Without bubblewrap around it."""
+    code = "def double(value: List[int]):\n    return value * 2\n"
+    source, limits = bubblewrap.PROGRAM.read_text(), ("5", str(programs.MEMORY), "0")
+    lines = json.dumps(code) + '\n["call", "double", ["tuple", 3], ["dict"]]\n'
+
+    def outcome(code: str, lines: str) -> tuple[int, str]:
+        options, content = (["0", str(len(code))], code) if role == "run" else ([], lines)
+        command = [sys.executable, "-P", "-s", "-S", "-B", "-c", source, role, *limits, *options]
+        process = subprocess.run(command, input=content, capture_output=True, text=True)
+        return process.returncode, process.stdout
+
+    assert outcome(code, lines) == (1, "")
+    right = lines.replace(": List[int]", ": list[int]")
+    expected = '["value", 6]\n' if role == "calls" else ""
+    assert outcome(code.replace("List", "list"), right) == (0, expected)
 
 
 @pytest.mark.parametrize("name", SANDBOXES)
