@@ -238,24 +238,31 @@ def test_bubblewrap_runs_all_of_python():
     assert score("print(open(0).read())", {"inputs": ["x"], "outputs": ["x"]}, "bwrap") == 1
 
 
-@pytest.mark.parametrize("role", ["run", "calls"])
-def test_an_annotation_that_names_nothing_is_an_error_as_in_python(role):
+def run_bare(content: str, role: str, *options: str) -> tuple[int, str]:
+    """The exit code and the output of what runs in bubblewrap, without that around it."""
+    words = bubblewrap.PROGRAM.read_text(), role, "5", str(programs.MEMORY), "0", *options
+    command = [sys.executable, "-P", "-s", "-S", "-B", "-c", *words]
+    process = subprocess.run(command, input=content, capture_output=True, text=True)
+    return process.returncode, process.stdout
+
+
+def test_an_annotation_that_names_nothing_is_an_error_as_in_python():
     """Annotations were texts, as in the file that runs programs: a program that Python does not
-    run, for a lack of `from typing import List`, passed. Without bubblewrap around it."""
-    code = "def double(value: List[int]):\n    return value * 2\n"
-    source, limits = bubblewrap.PROGRAM.read_text(), ("5", str(programs.MEMORY), "0")
-    lines = json.dumps(code) + '\n["call", "double", ["tuple", 3], ["dict"]]\n'
+    run, for a lack of `from typing import List`, passed."""
+    code = "def double(value: {}[int]):\n    return value * 2\n"
+    call = '\n["call", "double", ["tuple", 3], ["dict"]]\n'
+    right, wrong = code.format("list"), code.format("List")
+    assert run_bare(right, "run", "0", str(len(right))) == (0, "")
+    assert run_bare(wrong, "run", "0", str(len(wrong))) == (1, "")
+    assert "NameError" in run_bare(wrong, "run", "1", str(len(wrong)))[1]
+    assert run_bare(json.dumps(right) + call, "calls") == (0, '["value", 6]\n')
+    assert run_bare(json.dumps(wrong) + call, "calls") == (1, "")
 
-    def outcome(code: str, lines: str) -> tuple[int, str]:
-        options, content = (["0", str(len(code))], code) if role == "run" else ([], lines)
-        command = [sys.executable, "-P", "-s", "-S", "-B", "-c", source, role, *limits, *options]
-        process = subprocess.run(command, input=content, capture_output=True, text=True)
-        return process.returncode, process.stdout
 
-    assert outcome(code, lines) == (1, "")
-    right = lines.replace(": List[int]", ": list[int]")
-    expected = '["value", 6]\n' if role == "calls" else ""
-    assert outcome(code.replace("List", "list"), right) == (0, expected)
+def test_a_program_sees_no_arguments_of_what_runs_it():
+    """One that reads a file where one is named took ours for a file."""
+    code = "import sys\nprint(sys.argv, input())\n"
+    assert run_bare(f"{code}3\n", "run", "0", str(len(code))) == (0, "['program.py'] 3\n")
 
 
 @pytest.mark.parametrize("name", SANDBOXES)
