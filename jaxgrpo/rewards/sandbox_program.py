@@ -235,6 +235,8 @@ def _channel() -> tuple[TextIO, TextIO]:
 def main() -> None:
     role, seconds, memory, user, *options = sys.argv[1:]
     sys.argv = ["program.py"]  # a program that is called with a file may read that and no stdin
+    for name in ("exit", "quit"):  # which Python has from `site`, and that finds packages too
+        setattr(builtins, name, sys.exit)
     confine(int(seconds), int(memory), int(user))
     if role == "run":
         run(options[0] == "1", int(options[1]))

@@ -265,6 +265,14 @@ def test_a_program_sees_no_arguments_of_what_runs_it():
     assert run_bare(f"{code}3\n", "run", "0", str(len(code))) == (0, "['program.py'] 3\n")
 
 
+@pytest.mark.parametrize(("word", "exit_code"), [("exit()", 0), ("quit(3)", 3), ("exit", 0)])
+def test_a_program_may_end_by_exit_and_quit(word, exit_code):
+    """They were missing, and a program that ended so early got 0."""
+    code = f"print(1)\n{word}\n"
+    expected = exit_code, "1\n"
+    assert run_bare(code, "run", "0", str(len(code))) == expected
+
+
 @pytest.mark.parametrize("name", SANDBOXES)
 def test_what_says_nothing_of_a_program_is_counted(name):
     logged = {}
