@@ -90,7 +90,8 @@ def test_a_sample_that_broke_takes_no_word_from_the_prompt_of_its_group():
     prompts = pad_prompts([np.asarray(chatting.ids("x"))], 40, np.arange(1), np.arange(1), 0)
     dialogue = ThreadedDialogue(talks, Turns(2, 8), 8, (1,))
     common, begin = dialogue.open(prompts, 3)
-    assert chatting.text(common.prompt_tokens[common.prompt_mask].tolist()) == "Do a task of many words."
+    prompt = common.prompt_tokens[common.prompt_mask].tolist()
+    assert chatting.text(prompt) == "Do a task of many words."
     assert [len(tokens) for tokens in begin.values()] == [0, 0, 0]
     talked = dialogue.spoken([0], 3)
     assert [talk.prompt for talk in talked] == ["Do a task of many words."] * 3

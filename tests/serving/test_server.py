@@ -76,7 +76,7 @@ def test_a_query_without_a_document_leaves_its_connection_open(server):
 @pytest.mark.parametrize(("host", "port"), [("a" * 64, 0), ("a..b", 0), ("127.0.0.1", 2**16)])
 def test_an_address_that_is_none_is_refused(host, port):
     unused: Any = None
-    with pytest.raises(InputError, match="cannot be listened at .*: name another --host"):
+    with pytest.raises(InputError, match=r"cannot be listened at .*: name another --host"):
         Server(host, port, unused, unused)
 
 

@@ -155,8 +155,8 @@ def test_the_token_that_ends_a_completion_is_not_in_its_text(skips):
         assert dialect.text(completion, skips) == "ab"
 
 
-PARTICULAR = (
-    "{% set call = namespace(name='') %}" + chatting.HEAD + "{% for m in messages %}"
+_MESSAGES = (
+    "{% for m in messages %}"
     "{% if m.role == 'tool' %}"
     "{% if m.tool_call_id | length != 9 %}{{ raise_exception('ids of nine') }}{% endif %}"
     "<|start|>{{ call.name }} {{ m.tool_call_id }}\n{{ m.content }}"
@@ -166,6 +166,7 @@ PARTICULAR = (
     "}</tool_call>{% endfor %}{% endif %}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
+PARTICULAR = "{% set call = namespace(name='') %}" + chatting.HEAD + _MESSAGES
 """Arguments are a text as in DeepSeek's; an answer has the name in the call as in GPT-OSS's, and an
 id of nine characters as in Mistral's."""
 
