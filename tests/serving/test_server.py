@@ -90,10 +90,10 @@ def test_a_length_may_have_spaces_around_it_and_nothing_else(server):
 
 def test_behind_an_answer_that_a_client_does_not_read_stands_no_other_one(server):
     served, paths = server
-    served._server.RequestHandlerClass.timeout = 0.1
+    served._server.RequestHandlerClass.timeout = 1.0
     with socket.create_connection((served.host, served.port), timeout=30) as connection:
         connection.sendall(head("GET", path="/large") + HIDDEN)
-        time.sleep(1)
+        time.sleep(2.5)
     assert paths == ["/large"]
 
 
