@@ -319,6 +319,22 @@ def test_programs_side_by_side_do_not_wait_for_each_other_s_processes(monkeypatc
         assert [future.result(60) for future in judged] == [programs.Verdict(1, 1)] * 12
 
 
+@pytest.mark.skipif(PROBLEMS["monty"] is not None, reason=f"monty: {PROBLEMS['monty']}")
+def test_what_a_program_in_monty_gives_and_asks_for_holds_up_nothing_outside():
+    """A value of sixty lists was read here as one of 2^60, and a million names were looked up."""
+    lists = "lists = [1]\nfor _ in range(60):\n    lists = [lists, lists]\n"
+    names = "while True:\n    try:\n        nothing\n    except NameError:\n        pass\n"
+    tests, began = programs.make_tests("", ["assert double(3) == 6"]), time.monotonic()
+    assert not monty.judge(f"{lists}def double(value): return lists", tests, 1.0, True).passed
+    assert monty.run(f"{lists}lists", "", 1.0, True).problem == "stopped"
+    assert monty.run(names, "", 1.0, False).problem == "failed"
+    assert time.monotonic() - began < 10
+    assert monty.run("class A:\n    pass\nA()", "", 1.0, True).text == "<A object>\n"
+    assert (
+        monty.run("print(1)\n[{1: 'a'}, (2.5,)]", "", 1.0, True).text == "1\n[{1: 'a'}, (2.5,)]\n"
+    )
+
+
 @pytest.mark.fault(19)
 @pytest.mark.parametrize("name", SANDBOXES)
 def test_an_interrupted_call_leaves_nothing_behind(name):
