@@ -81,7 +81,7 @@ class Server:
         kind.admit = staticmethod(admit)
         try:
             self._server = _Listener(host, port, kind)
-        except (OSError, OverflowError, UnicodeError) as error:  # the last of a name that is none
+        except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise InputError(
                 f"{host}:{port} cannot be listened at ({reason}): name another --host or --port; "
