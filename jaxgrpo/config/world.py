@@ -315,6 +315,7 @@ def _program_kind(
         min_p=rollout.min_p,
         is_turn=True,
         ends=frozenset(stop_tokens),
+        stop_strings=rollout.stop_strings,
     )
     parse = functools.partial(find_parser, rollout.call_format, chat, stop_tokens)
     dialect = Dialect("policy", chat, limits, parse, stop_tokens)
@@ -351,15 +352,15 @@ def find_parser(name: str, chat: Chat, stop_tokens: Sequence[int]) -> calls.Pars
     def parse(text: str, before: str = "") -> calls.Reading:
         try:
             reading = function(text)
+            is_pair = isinstance(reading, tuple) and len(reading) == 2 and _is_series(reading[1])
+            content, entries = (reading[0], [*reading[1]]) if is_pair else ("", [])  # or it yields
         except Exception as error:
             return calls.Reading(text, [calls.unreadable(error)])
-        is_pair = isinstance(reading, tuple) and len(reading) == 2
-        if not is_pair or not _is_series(reading[1]):
+        if not is_pair:
             raise InputError(
                 f'rollout.call_format = "{name}": it returned {cut(written(reading))}: return what '
                 'was said and a list of calls, ("It is ", [{"name": "add", "arguments": {"a": 1}}])'
             )
-        content, entries = reading
         content = "" if content is None else str(content)  # as in OpenAI's messages
         return calls.Reading(content, [calls.read(entry) for entry in entries])
 

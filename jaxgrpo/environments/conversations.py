@@ -154,10 +154,11 @@ class Conversations:
                 begun.append(((ordinal, sample), row, sample_seed(*seed, ordinal, sample)))
         # Environments in threads, and templates here: their limits are of the process.
         words = self._threads.map(lambda entry: self._begin(*entry), begun)
-        return {
+        opened = {
             key: self._prompt(key, row, observation)
             for (key, row, _), observation in zip(begun, words, strict=True)
         }
+        return opened | self._broken_openings(opened)
 
     def answers_last(self, row: int) -> bool:
         """Whether the last turn of a sample of a row is answered too."""
@@ -243,6 +244,20 @@ class Conversations:
         if not conversation.problem:  # the prompt may lack what `reset` would say
             self._prompts[row, observation] = ids
         return Opening(ids, None)
+
+    def _broken_openings(self, opened: Mapping[Key, Opening]) -> dict[Key, Opening]:
+        """Samples that broke begin as the first of their group that did not: the prompt of a group
+        is what all its samples begin with, and would be cut down to the row's."""
+        first: dict[int, Key] = {}
+        for key in opened:
+            if not self._running[key].problem:
+                first.setdefault(key[0], key)
+        openings: dict[Key, Opening] = {}
+        for key in opened:
+            if self._running[key].problem and (example := first.get(key[0])):
+                self._running[key].prompt = self._running[example].prompt
+                openings[key] = opened[example]
+        return openings
 
     def _answer(self, key: Key, ids: list[int], room: int) -> None:
         conversation, text = self._running[key], ""

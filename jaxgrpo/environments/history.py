@@ -12,7 +12,8 @@ Without a chat template the answers follow a turn as they are.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxgrpo.core.errors import InputError
@@ -46,29 +47,37 @@ class History(NamedTuple):
     chat: Chat
     stop_tokens: frozenset[int]
 
-    def between(self, messages: Sequence[Message], last_token: int | None) -> list[int]:
+    def between(
+        self, messages: Sequence[Message], last_token: int | None, called: str = TOOL
+    ) -> list[int]:
         """The tokens between a turn and the next one.
 
         Args:
           messages: what answers the turn: all of the tool, or one of the user.
           last_token: of the turn; None: nothing was drawn.
+          called: as in `text`.
         """
         if self.chat.template is None:
             return chats.encode(self.chat, "".join(message["content"] for message in messages))
-        ids = chats.encode(self.chat, self.text(messages))
+        ids = chats.encode(self.chat, self.text(messages, called))
         # The model has drawn the token that the template ends a turn with; another one that ends
         # turns stands in its place.
         return ids[last_token in self.stop_tokens and ids[0] in self.stop_tokens :]
 
-    def text(self, messages: Sequence[Message]) -> str:
+    def text(self, messages: Sequence[Message], called: str = TOOL) -> str:
         """What the template writes behind a turn, from the token that ends it on.
+
+        Args:
+          called: the tool that the first message answers, where that has no name: some templates
+            write an answer with the name that is in the call, as GPT-OSS's.
 
         Raises: InputError where it ends turns with none of the model's stop tokens.
         """
-        turn: Message = {"role": "assistant", "content": TURN}
+        word = _word_for_turn(messages)
+        turn: Message = {"role": "assistant", "content": word}
         if messages[0]["role"] == "tool":
-            turn = _turn_with_call(messages[0].get("name", TOOL), {TURN: TURN})
-        _, behind = self._around([turn, *messages])
+            turn = _turn_with_call(messages[0].get("name", called), {word: word})
+        _, behind = self._around([turn, *messages], word)
         return behind[self._end(behind) :]
 
     def written(self, turn: Message) -> tuple[str, str]:
@@ -90,10 +99,10 @@ class History(NamedTuple):
         """What the template writes up to a first turn; empty without one."""
         return _render(self.chat, [QUESTION], is_limited=False) if self.chat.template else ""
 
-    def _around(self, messages: Sequence[Message]) -> tuple[str, str]:
-        """What the template writes behind a question, up to the last TURN and behind it."""
+    def _around(self, messages: Sequence[Message], word: str = TURN) -> tuple[str, str]:
+        """What the template writes behind a question, up to the last word of a turn and behind."""
         text = _render(self.chat, [QUESTION, *messages], is_limited=False)
-        begun, turn, behind = text.rpartition(TURN)  # a call has it as name and value
+        begun, turn, behind = text.rpartition(word)  # a call has it as name and value
         return begun + turn, behind if turn else ""
 
     def _end(self, behind: str) -> int:
@@ -182,15 +191,24 @@ def check(history: History, has_tools: bool) -> None:
     history.text([answer])
 
 
+def _word_for_turn(answers: Sequence[Message]) -> str:
+    """A word in place of a turn that no answer to it holds, as one of this file's would TURN."""
+    tails = [t for answer in answers for t in re.findall(f"{TURN}(n*)", answer["content"])]
+    return TURN + "n" * (1 + max(map(len, tails)) if tails else 0)
+
+
 def _turn_with_call(name: str, arguments: Mapping[str, Any]) -> Message:
     function = {"name": name, "arguments": arguments}
     call = {"type": "function", "function": function, "id": ID}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def _render(chat: Chat, messages: Sequence[Message], is_limited: bool = True) -> str:
-    """As `chat.render`; some templates read arguments as JSON in a text, as DeepSeek's, and some
-    refuse calls and answers without an id, as Mistral's."""
+def write_in_some_form(write: Callable[[list[Message]], str], messages: Sequence[Message]) -> str:
+    """What a template writes of a conversation with calls: some templates read arguments as JSON in
+    a text, as DeepSeek's, and some refuse calls and answers without an id, as Mistral's.
+
+    Raises: InputError as `write` does of the messages as they are, where it takes no form.
+    """
     forms = [[*messages]]
     if any(message.get("tool_calls") for message in messages):
         forms.append([*map(_with_arguments_as_text, messages)])
@@ -198,10 +216,15 @@ def _render(chat: Chat, messages: Sequence[Message], is_limited: bool = True) ->
     problems = []
     for form in forms:
         try:
-            return chats.render(chat, form, WHERE, is_limited=is_limited)
+            return write(form)
         except InputError as error:
             problems.append(error)
     raise problems[0]
+
+
+def _render(chat: Chat, messages: Sequence[Message], is_limited: bool = True) -> str:
+    write = lambda form: chats.render(chat, form, WHERE, is_limited=is_limited)  # noqa: E731
+    return write_in_some_form(write, messages)
 
 
 def _with_id(message: Message) -> Message:
@@ -213,8 +236,14 @@ def _with_id(message: Message) -> Message:
 
 def _with_arguments_as_text(message: Message) -> Message:
     calls = [
-        {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
+        {**call, "function": {**function, "arguments": _as_text(function["arguments"])}}
         for call in message.get("tool_calls") or []
         for function in [call["function"]]
     ]
     return {**message, "tool_calls": calls} if calls else message
+
+
+def _as_text(arguments: Any) -> str:
+    """Arguments as JSON in a text, in the characters that templates' `tojson` writes."""
+    is_text = isinstance(arguments, str)
+    return arguments if is_text else json.dumps(arguments, ensure_ascii=False)

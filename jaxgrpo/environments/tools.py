@@ -8,7 +8,6 @@ raises, or takes too long, answers with the error: the model reads it and may go
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -181,15 +180,20 @@ def run_limited(
     caller = limits.Caller("jaxgrpo-call")
     if isinstance(function, InThread):
         caller, function = function
-    call = functools.partial(function, *positional, **arguments)
     if inspect.iscoroutinefunction(function):
-        return read(_begin_async(call(), seconds)())
+        return read(_begin_async(function(*positional, **arguments), seconds)())
+
+    def call() -> tuple[Any, bool]:
+        """What is read, as the text of an object may take long too; or what is to be awaited."""
+        result = function(*positional, **arguments)
+        is_async = inspect.iscoroutine(result)  # a plain function may give what an async one makes
+        return (result if is_async else read(result)), is_async
+
     try:
-        result = caller.call(seconds, call)
+        result, is_async = caller.call(seconds, call)
     except limits.TimedOut:
         raise Ended("timed_out", seconds) from None
-    # A plain function may give what an async one makes.
-    return read(_begin_async(result, seconds)() if inspect.iscoroutine(result) else result)
+    return read(_begin_async(result, seconds)()) if is_async else result
 
 
 def _is_async(function: Function) -> bool:

@@ -220,7 +220,8 @@ def _command(is_root: bool) -> tuple[str, ...]:
 def _mounts(python: str) -> Iterator[str]:
     """The files that are there: Python, the libraries of the system, and /dev/null.
 
-    Not installed packages, and not ctypes, by which a program could call the system directly.
+    Not installed packages, and not ctypes, by which a program could call the system directly:
+    neither those of this Python nor of another one beside it, as the system's.
     """
     bases = dict.fromkeys(("base", "platbase", "installed_base", "installed_platbase"))
     paths = sysconfig.get_paths(vars=dict.fromkeys(bases, sys.base_prefix))
@@ -238,10 +239,16 @@ def _mounts(python: str) -> Iterator[str]:
     yield from ("--ro-bind", python, python)
     yield from ("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache")
     yield from ("--dev-bind", "/dev/null", "/dev/null")
-    for folder in {paths["purelib"], paths["platlib"]}:
-        if os.path.isdir(folder):
+    libraries = [Path(paths["stdlib"])]
+    for root in (*LIBRARIES, library):
+        if root not in LIBRARIES or not os.path.islink(root):
+            libraries += [place for place in Path(root).glob("python3*") if not place.is_symlink()]
+    folders = {str(folder) for place in libraries for folder in place.glob("*-packages")}
+    for folder in sorted({paths["purelib"], paths["platlib"]} | folders):
+        if os.path.isdir(folder) and not os.path.islink(folder):
             yield from ("--tmpfs", folder, "--remount-ro", folder)
-    for file in Path(paths["stdlib"], "lib-dynload").glob("_ctypes.*"):
+    modules = {file for place in libraries for file in place.glob("lib-dynload/_ctypes.*")}
+    for file in sorted(modules):
         yield from ("--ro-bind", "/dev/null", str(file))
 
 

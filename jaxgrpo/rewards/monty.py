@@ -10,9 +10,10 @@ import atexit
 import builtins
 import functools
 import importlib.util
+import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxgrpo.rewards.programs import (
     MEMORY,
@@ -26,6 +27,8 @@ from jaxgrpo.rewards.programs import (
 PROCESSES = 64  # at the same time; more wait
 DEPTH = 1000  # calls in calls
 CALLS = 1_000_000  # of a program's functions by the tests of a row
+SUSPENSIONS = 1000  # names that a program has not, and lines that it reads beyond its input
+SHOW = "print(repr(_value))"
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _OVERRIDE = "def {0}(*args, **kwargs):\n    return _program_{0}(*args, **kwargs)\n"
 UNSUPPORTED = ("NotImplementedError", "ModuleNotFoundError")
@@ -51,7 +54,8 @@ def run(program: str, stdin: str, seconds: float, shows_value: bool) -> Printed:
     """What a program prints; see `Sandbox`."""
     from pydantic_monty import CollectString, MontyError
 
-    lines, printed = iter(stdin.splitlines()), CollectString(PRINTED)
+    texts, printed = stdin.splitlines(), CollectString(PRINTED)
+    lines = iter(texts)
 
     def read_line(*prompt: Any) -> str:
         del prompt
@@ -60,27 +64,43 @@ def run(program: str, stdin: str, seconds: float, shows_value: bool) -> Printed:
             raise EOFError("EOF when reading a line")
         return line
 
-    with _checkout(seconds) as session:
+    with _checkout(seconds, len(texts) + SUSPENSIONS) as session:
         names = {} if shows_value else {"input": read_line}
         try:
             value = session.feed_run(program, external_lookup=names, print_callback=printed)
+            if shows_value and value is not None:
+                _show(session, value, printed)
         except MontyError as error:
             message = f"{_message(error)}\n" if shows_value else ""
             problem = _problem(error)
             is_shown = shows_value and problem in ("failed", "unsupported")
             return Printed(printed.output + message, "" if is_shown else problem)
-        except ValueError as error:  # a value that does not get out, for example a long number
-            value = error
-    shown = f"{value!r}\n" if shows_value and value is not None else ""
-    return Printed(printed.output + shown)
+        except (TypeError, ValueError) as error:  # a value that does not get out or in
+            return Printed(printed.output + (f"{error!r}\n" if shows_value else ""))
+    return Printed(printed.output)
+
+
+def _show(session: Any, value: Any, printed: Any) -> None:
+    """Prints a value as at a prompt, where limits hold: a list may hold another one twice, which
+    holds another one twice, and its text has no end."""
+    from pydantic_monty import MontyError
+
+    try:
+        session.feed_run(SHOW, inputs={"_value": value}, print_callback=printed)
+    except MontyError as error:
+        if _name(error) != "RuntimeError":
+            raise
+        # An object of a class of the program's, which does not get in again.
+        words = f"<{getattr(value, 'name', type(value).__name__)} object>"
+        session.feed_run("print(_value)", inputs={"_value": words}, print_callback=printed)
 
 
 def judge(program: str, tests: Tests, seconds: float, stops: bool) -> Verdict:
     """How a program does in tests, which run in a second process; see `Sandbox`."""
     from pydantic_monty import MontyError
 
-    total = len(tests.cases)
-    with _checkout(seconds) as solver, _checkout(seconds) as judging:
+    total, pairs = len(tests.cases), _pool().pairs
+    with pairs, _checkout(seconds) as solver, _checkout(seconds, CALLS) as judging:
         try:
             solver.feed_run(program, inputs={"__name__": "program"}, print_callback=_drop)
         except MontyError as error:
@@ -147,9 +167,12 @@ def _is_plain(value: Any) -> bool:
     >>> _is_plain([1, {"a": (2, None)}]), _is_plain([object()])
     (True, False)
     """
-    rest = [value]
+    rest, places = [value], set[int]()
     while rest:
         part = rest.pop()
+        if id(part) in places:  # a list may hold another one twice, and that another one, ...
+            continue
+        places.add(id(part))
         if type(part) is dict:
             rest += [*part, *part.values()]
         elif type(part) in (list, tuple, set, frozenset):
@@ -182,25 +205,35 @@ def _drop(stream: str, text: str) -> None:
     """Drops what programs and tests print."""
 
 
-def _checkout(seconds: float) -> Any:
-    """A process for one program. It sleeps in no time, and its random numbers are the same."""
-    return _pool().checkout(
+def _checkout(seconds: float, suspensions: int = SUSPENSIONS) -> Any:
+    """A process for one program. It sleeps in no time, and its random numbers are the same.
+
+    Args:
+      suspensions: how often it may ask this process for something; its clock stands meanwhile.
+    """
+    return _pool().processes.checkout(
         limits={
             "max_feed_duration_secs": seconds,
             "max_memory": MEMORY,
             "max_recursion_depth": DEPTH,
-            "max_suspensions": CALLS,
+            "max_suspensions": suspensions,
         },
         os_policy={"sleep": "zero", "random_start": {"seed": 0}},
     )
 
 
+class _Pool(NamedTuple):
+    processes: Any
+    pairs: threading.Semaphore
+    """taken by who needs two of them: else all could be with judges that wait for their second"""
+
+
 @functools.cache
-def _pool() -> Any:
+def _pool() -> _Pool:
     """Raises: OSError where there is no program, or it does not start."""
     from pydantic_monty import Monty
 
     pool = Monty(max_processes=PROCESSES, max_checkouts_per_worker=1)
     pool.__enter__()
     atexit.register(pool.__exit__, None, None, None)
-    return pool
+    return _Pool(pool, threading.Semaphore(PROCESSES // 2))

@@ -122,7 +122,7 @@ def run(shows_value: bool, length: int) -> None:
         code += part
     module = _module("__main__", code.decode())
     if not shows_value:
-        exec(compile(code, "program.py", "exec"), module.__dict__)
+        exec(_compiled(code), module.__dict__)
         return
     import ast
     import traceback
@@ -131,9 +131,9 @@ def run(shows_value: bool, length: int) -> None:
         tree = ast.parse(code, "program.py")
         has_value = bool(tree.body) and isinstance(tree.body[-1], ast.Expr)
         last = tree.body.pop() if has_value else None
-        exec(compile(tree, "program.py", "exec"), module.__dict__)
+        exec(_compiled(tree), module.__dict__)
         if isinstance(last, ast.Expr):
-            expression = compile(ast.Expression(last.value), "program.py", "eval")
+            expression = _compiled(ast.Expression(last.value), "eval")
             value = eval(expression, module.__dict__)
             if value is not None:
                 sys.stdout.write(f"{value!r}\n")
@@ -148,7 +148,7 @@ def answer_calls() -> None:
     requests, answers = _channel()
     code = json.loads(requests.readline())
     module = _module("program", code)
-    exec(compile(code, "program.py", "exec"), module.__dict__)
+    exec(_compiled(code), module.__dict__)
     for line in requests:
         _, name, args, kwargs = json.loads(line)
         try:
@@ -186,7 +186,7 @@ def run_tests() -> None:
     for number, case in enumerate([setup, *cases]):
         calls.clear()
         try:
-            exec(compile(case, "tests.py", "exec"), module.__dict__)
+            exec(_compiled(case), module.__dict__)
         except Exception as error:
             is_missing = number == 0 or isinstance(error, ModuleNotFoundError)
             print(json.dumps(["broken" if is_missing and not calls else "failed"]), file=answers)
@@ -204,6 +204,12 @@ def _exception(name: str, message: str) -> Exception:
         with contextlib.suppress(TypeError):  # some want more than a message
             return kind(message)
     return Exception(f"{name}: {message}")
+
+
+def _compiled(code: Any, kind: str = "exec") -> types.CodeType:
+    """Code as Python runs it, and not with the future that this file imports: an annotation that
+    names nothing is an error there."""
+    return compile(code, "program.py", kind, dont_inherit=True)
 
 
 def _module(name: str, code: str) -> types.ModuleType:
@@ -228,6 +234,9 @@ def _channel() -> tuple[TextIO, TextIO]:
 
 def main() -> None:
     role, seconds, memory, user, *options = sys.argv[1:]
+    sys.argv = ["program.py"]  # a program that is called with a file may read that and no stdin
+    for name in ("exit", "quit"):  # which Python has from `site`, and that finds packages too
+        setattr(builtins, name, sys.exit)
     confine(int(seconds), int(memory), int(user))
     if role == "run":
         run(options[0] == "1", int(options[1]))

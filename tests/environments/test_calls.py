@@ -335,6 +335,10 @@ def test_a_parser_that_raises_gives_a_call_that_cannot_be_read(tmp_path):
     assert parse("call add").calls == [Call("add", {})]
     (call,) = parse("").calls
     assert call.problem == "a tool call that cannot be read: IndexError: list index out of range"
+    lazy = tmp_path / "lazy.py"
+    lazy.write_text("def parse(text):\n    return text, ({'name': w[1]} for w in [text.split()])\n")
+    parse = find_parser(f"{lazy}:parse", chatting.chat(), ())
+    assert parse("").calls == [call]
 
 
 def test_a_parser_may_say_nothing_beside_calls_and_gives_a_list_of_them(tmp_path):

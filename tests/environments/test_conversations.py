@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import chatting
+import numpy as np
 import pytest
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.environments.calls import hermes
 from jaxgrpo.environments.conversations import Conversations
 from jaxgrpo.environments.partners import make_kind
+from jaxgrpo.rollout.dialogue import ThreadedDialogue, Turns
+from jaxgrpo.rollout.selection import pad_prompts
 
 
 class Says:
@@ -65,3 +69,32 @@ def test_the_prompt_of_a_sample_that_broke_is_not_that_of_its_row():
     assert talks.spoken((0, 0)).problem == "reset raised KeyError: 'words'"
     with pytest.raises(InputError, match="row 0: it has no prompt, and the environment's `reset`"):
         talks.open([(0, 0, 0)], 1, (1,))
+
+
+class Busy:
+    """Says much, and is busy in the second sample that begins."""
+
+    numbers = itertools.count(1)
+
+    def reset(self, **row):
+        if next(Busy.numbers) == 2:
+            raise ConnectionError("busy")
+        return " a task of many words."
+
+
+def test_a_sample_that_broke_takes_no_word_from_the_prompt_of_its_group():
+    """What is common to all was the row's: the task counted as a completion, and ended the run."""
+    rows = [{"prompt": "Do"}]
+    kind = make_kind(Busy, {}, (), lambda: hermes, 5.0, "environment")
+    talks = Conversations({"": kind}, chatting.chat(None), chatting.ids("<|end|>"), rows)
+    prompts = pad_prompts([np.asarray(chatting.ids("x"))], 40, np.arange(1), np.arange(1), 0)
+    dialogue = ThreadedDialogue(talks, Turns(2, 8), 8, (1,))
+    common, begin = dialogue.open(prompts, 3)
+    prompt = common.prompt_tokens[common.prompt_mask].tolist()
+    assert chatting.text(prompt) == "Do a task of many words."
+    assert [len(tokens) for tokens in begin.values()] == [0, 0, 0]
+    talked = dialogue.spoken([0], 3)
+    assert [talk.prompt for talk in talked] == ["Do a task of many words."] * 3
+    problems = sorted(talk.problem for talk in talked)
+    assert problems == ["", "", "reset raised ConnectionError: busy"]
+    assert dialogue.unscored(1, 3).sum() == 1

@@ -7,7 +7,7 @@ import pytest
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.environments.calls import Reading, read
-from jaxgrpo.environments.history import History, check
+from jaxgrpo.environments.history import TURN, History, check
 
 ANSWER = {"role": "tool", "name": "look", "content": "42"}
 GOOD = ["closed", "open", "called", "thinking"]
@@ -63,6 +63,17 @@ def test_several_answers_stand_in_order_and_one_of_the_user_too():
     user = {"role": "user", "content": "warmer"}
     written = chatting.text(history("closed").between([user], end))
     assert written == "\n<|start|>user\nwarmer<|end|>\n<|start|>assistant\n"
+
+
+def test_an_answer_may_hold_the_word_that_stands_for_a_turn():
+    """As a tool that reads our files: all before the word was lost."""
+    words = f"{TURN}, {TURN}n"
+    (end,) = chatting.ids("<|end|>")
+    written = chatting.text(history("closed").between([{**ANSWER, "content": words}], end))
+    assert written == f"\n<|start|>tool\n{words}<|end|>\n<|start|>assistant\n"
+    user = {"role": "user", "content": words}
+    written = chatting.text(history("open").between([user], None))
+    assert written == f"<|user|>{words}<|assistant|>"
 
 
 def test_without_a_template_an_answer_stands_as_it_is():

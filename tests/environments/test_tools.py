@@ -110,6 +110,21 @@ def test_content_blocks_are_their_texts():
     assert [result.problem for result in results] == ["", "", "raised"]
 
 
+class Slow:
+    def __str__(self) -> str:
+        for _ in range(500):
+            time.sleep(0.01)
+        return "late"
+
+
+def test_the_text_of_what_a_tool_returns_counts_in_its_time():
+    """It was written outside of the limit: a turn was waited for as long as that took."""
+    began = time.monotonic()
+    (result,) = run_calls([Call("look", {})], {"look": Slow}, 0.2)
+    assert result.text == "{'error': 'it took more than 0.2 s'}"
+    assert time.monotonic() - began < 3
+
+
 class Wordless(Exception):
     def __str__(self) -> str:
         raise KeyError("no words")

@@ -1,10 +1,14 @@
 """The reward `python`, in each sandbox that this machine has."""
 
 import contextlib
+import json
 import socket
+import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import hostile
@@ -14,7 +18,7 @@ from quick import all_but
 
 from jaxgrpo import rewards
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.rewards import programs, python
+from jaxgrpo.rewards import bubblewrap, monty, programs, python
 from jaxgrpo.rewards.protocol import RewardError
 
 PROBLEMS = {name: module.find_problem() for name, module in python.SANDBOXES.items()}
@@ -42,6 +46,7 @@ HUMAN_EVAL = {
 }
 BUILT_IN = {"test_list": ["assert sum(10, 15) == 25", "assert sum(1, 2) == 3"]}
 NAMED = {"test_list": ["assert greet(name='a', self='b') == 'ab'"]}
+NULL = "/dev/null"
 SUMS = {"inputs": ["1 2\n", "10 20\n"], "outputs": ["3\n", "30\n"]}
 
 
@@ -233,6 +238,41 @@ def test_bubblewrap_runs_all_of_python():
     assert score("print(open(0).read())", {"inputs": ["x"], "outputs": ["x"]}, "bwrap") == 1
 
 
+def run_bare(content: str, role: str, *options: str) -> tuple[int, str]:
+    """The exit code and the output of what runs in bubblewrap, without that around it."""
+    words = bubblewrap.PROGRAM.read_text(), role, "5", str(programs.MEMORY), "0", *options
+    command = [sys.executable, "-P", "-s", "-S", "-B", "-c", *words]
+    process = subprocess.run(command, input=content, capture_output=True, text=True)
+    return process.returncode, process.stdout
+
+
+def test_an_annotation_that_names_nothing_is_an_error_as_in_python():
+    """Annotations were texts, as in the file that runs programs: a program that Python does not
+    run, for a lack of `from typing import List`, passed."""
+    code = "def double(value: {}[int]):\n    return value * 2\n"
+    call = '\n["call", "double", ["tuple", 3], ["dict"]]\n'
+    right, wrong = code.format("list"), code.format("List")
+    assert run_bare(right, "run", "0", str(len(right))) == (0, "")
+    assert run_bare(wrong, "run", "0", str(len(wrong))) == (1, "")
+    assert "NameError" in run_bare(wrong, "run", "1", str(len(wrong)))[1]
+    assert run_bare(json.dumps(right) + call, "calls") == (0, '["value", 6]\n')
+    assert run_bare(json.dumps(wrong) + call, "calls") == (1, "")
+
+
+def test_a_program_sees_no_arguments_of_what_runs_it():
+    """One that reads a file where one is named took ours for a file."""
+    code = "import sys\nprint(sys.argv, input())\n"
+    assert run_bare(f"{code}3\n", "run", "0", str(len(code))) == (0, "['program.py'] 3\n")
+
+
+@pytest.mark.parametrize(("word", "exit_code"), [("exit()", 0), ("quit(3)", 3), ("exit", 0)])
+def test_a_program_may_end_by_exit_and_quit(word, exit_code):
+    """They were missing, and a program that ended so early got 0."""
+    code = f"print(1)\n{word}\n"
+    expected = exit_code, "1\n"
+    assert run_bare(code, "run", "0", str(len(code))) == expected
+
+
 @pytest.mark.parametrize("name", SANDBOXES)
 def test_what_says_nothing_of_a_program_is_counted(name):
     logged = {}
@@ -263,6 +303,36 @@ def test_equal_programs_are_run_once_and_others_side_by_side(name, monkeypatch):
     scores = rewards.python_answer(["p"] * 6, completions, name, **repeated(MBPP, 6))
     assert scores == [1.0] * 5 + [0.0]
     assert len(judged) == 2
+
+
+@pytest.mark.skipif(PROBLEMS["monty"] is not None, reason=f"monty: {PROBLEMS['monty']}")
+def test_programs_side_by_side_do_not_wait_for_each_other_s_processes(monkeypatch):
+    """A program and its tests have one each: as many programs as there are processes had one, and
+    waited for the second for ever."""
+    monkeypatch.setattr(monty, "PROCESSES", 2)
+    pool = monty._pool.__wrapped__()
+    monkeypatch.setattr(monty, "_pool", lambda: pool)
+    tests = programs.make_tests("", ["assert double(3) == 6"])
+    code = "def double(value): return value * 2"
+    with ThreadPoolExecutor(4) as threads:
+        judged = [threads.submit(monty.judge, code, tests, 5.0, True) for _ in range(12)]
+        assert [future.result(60) for future in judged] == [programs.Verdict(1, 1)] * 12
+
+
+@pytest.mark.skipif(PROBLEMS["monty"] is not None, reason=f"monty: {PROBLEMS['monty']}")
+def test_what_a_program_in_monty_gives_and_asks_for_holds_up_nothing_outside():
+    """A value of sixty lists was read here as one of 2^60, and a million names were looked up."""
+    lists = "lists = [1]\nfor _ in range(60):\n    lists = [lists, lists]\n"
+    names = "while True:\n    try:\n        nothing\n    except NameError:\n        pass\n"
+    tests, began = programs.make_tests("", ["assert double(3) == 6"]), time.monotonic()
+    assert not monty.judge(f"{lists}def double(value): return lists", tests, 1.0, True).passed
+    assert monty.run(f"{lists}lists", "", 1.0, True).problem == "stopped"
+    assert monty.run(names, "", 1.0, False).problem == "failed"
+    assert time.monotonic() - began < 10
+    assert monty.run("class A:\n    pass\nA()", "", 1.0, True).text == "<A object>\n"
+    assert (
+        monty.run("print(1)\n[{1: 'a'}, (2.5,)]", "", 1.0, True).text == "1\n[{1: 'a'}, (2.5,)]\n"
+    )
 
 
 @pytest.mark.fault(19)
@@ -357,3 +427,17 @@ def test_a_thousand_honest_programs_take_less_than_three_minutes(name):
     began = time.monotonic()
     assert rewards.python_answer(["p"] * 1000, completions, name, **columns) == [1.0] * 1000
     assert time.monotonic() - began < 180
+
+
+def test_a_sandbox_shows_no_ctypes_and_no_packages_of_any_python():
+    """The system's own were there beside ours, in folders of libraries."""
+    options = [*bubblewrap._mounts(sys.executable)]
+    triples = [*zip(options, options[1:], options[2:], strict=False)]
+    bound = {place for kind, source, place in triples if kind == "--ro-bind" and source == place}
+    covered = {place for kind, source, place in triples if (kind, source) == ("--ro-bind", NULL)}
+    covered |= {place for kind, place, _ in triples if kind == "--tmpfs"}
+    patterns = "python3*/*-packages", "python3*/*/_ctypes.*"
+    folders = [Path(place) for place in bound if Path(place).is_dir()]
+    shown = {str(file) for place in folders for pattern in patterns for file in place.glob(pattern)}
+    assert shown
+    assert shown - covered == set()

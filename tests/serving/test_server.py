@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -22,7 +23,7 @@ def server() -> Iterator[tuple[Server, list[str]]]:
 
     def answer(query: Query) -> dict[str, str]:
         paths.append(query.path)
-        return {"path": query.path}
+        return {"path": query.path * (2**22 if query.path == "/large" else 1)}
 
     def admit(method: str, path: str, bearer: str) -> None:
         if path == "/closed":
@@ -76,6 +77,15 @@ def test_a_length_may_have_spaces_around_it_and_nothing_else(server):
         assert speak(served, head("POST", f"Content-Length:{text}") + b"{}") == ["200"]
     for text in ("", "+2", "0x2", "2, 2", "2_0", "\N{SUPERSCRIPT TWO}"):
         assert speak(served, head("POST", f"Content-Length: {text}") + b"{}") == ["411"]
+
+
+def test_behind_an_answer_that_a_client_does_not_read_stands_no_other_one(server):
+    served, paths = server
+    served._server.RequestHandlerClass.timeout = 1.0
+    with socket.create_connection((served.host, served.port), timeout=30) as connection:
+        connection.sendall(head("GET", path="/large") + HIDDEN)
+        time.sleep(2.5)
+    assert paths == ["/large"]
 
 
 def test_every_error_has_a_status(server):

@@ -63,28 +63,46 @@ QUICK = chatting.TEMPLATES["closed"].replace(
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("look", "go")]
 
 
+def begin(template: str, forks: bool = False) -> tuple[Dialect, Session]:
+    """A sample that has not begun."""
+    chat = chatting.chat()._replace(template=template)
+    limits = Limits(len(chat.tokenizer), 900, 9, 1.0, 1.0, 0, 0.0, is_turn=True)
+    dialect = Dialect("policy", chat, limits, lambda: lambda text, before: hermes(text), [END])
+    return dialect, Session(dialect, [END], forks)
+
+
+CHAT = "/v1/chat/completions"
+
+
+def ask(
+    dialect: Dialect, session: Session, drawn: str, path: str = CHAT, **document: Any
+) -> tuple[str, Any]:
+    """What a query adds to the sample, and the turn that is then drawn: a message or a text."""
+    with ThreadPoolExecutor(1) as client:
+        query = Query("POST", path, "", document)
+        answer = client.submit(dialect.answer, query.path, query, session.draw)
+        while session.events.empty() and not answer.done():
+            time.sleep(0.005)
+        text = ""
+        if not session.events.empty():
+            question: Any = session.events.get()
+            text, tokens = chatting.text(question.tokens), chatting.ids(drawn)
+            session.give(Completion(tokens, [0.0] * len(tokens), "stop"), is_last=False)
+        reply: Any = answer.result(9)
+    (choice,) = reply["choices"]
+    return text, choice.get("message", choice.get("text"))
+
+
 def talk(queries: Sequence[dict[str, Any]], forks: bool = False) -> list[str]:
     """Asks one query after another, each behind the messages before it; what each adds to the
     sample."""
-    chat = chatting.chat()._replace(template=QUICK)
-    limits = Limits(len(chat.tokenizer), 900, 9, 1.0, 1.0, 0, 0.0, is_turn=True)
-    dialect = Dialect("policy", chat, limits, lambda: lambda text, before: hermes(text), [END])
-    session, messages, texts = Session(dialect, [END], forks), [], []
+    (dialect, session), messages, texts = begin(QUICK, forks), [], []
     for number, fields in enumerate(queries):
         messages.append({"role": "user", "content": f"Turn {number}."})
-        document = {"messages": [*messages], **fields}
-        with ThreadPoolExecutor(1) as client:
-            query = Query("POST", "/v1/chat/completions", "", document)
-            answer = client.submit(dialect.answer, query.path, query, session.draw)
-            while session.events.empty() and not answer.done():
-                time.sleep(0.005)
-            if not session.events.empty():
-                question: Any = session.events.get()
-                texts.append(chatting.text(question.tokens))
-                tokens = chatting.ids(f"Word {number}<|end|>")
-                session.give(Completion(tokens, [0.0] * len(tokens), "stop"), is_last=False)
-            reply: Any = answer.result(9)
-        messages.append(reply["choices"][0]["message"])
+        drawn = f"Word {number}<|end|>"
+        text, message = ask(dialect, session, drawn, messages=[*messages], **fields)
+        texts.append(text)
+        messages.append(message)
     return texts
 
 
@@ -106,3 +124,104 @@ def test_tools_may_be_left_out_and_none_comes_that_the_model_has_not_seen():
     with pytest.raises(Refusal) as refused:
         talk(further)
     assert (refused.value.status, str(refused.value)) == (409, REWRITTEN)
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_a_text_goes_on_behind_the_text_before_also_where_it_is_alone_in_a_list(is_listed):
+    dialect, session = begin(QUICK)
+    asks = functools.partial(ask, dialect, session, path="/v1/completions")
+    listed = lambda text: [text] if is_listed else text  # noqa: E731
+    drawn = f"a{chatting.tokenizer().pad_token}b<|end|>"  # which a text does not show
+    _, text = asks(drawn, prompt=listed("Go: "))
+    assert text == "ab"
+    assert asks("c<|end|>", prompt=listed("Go: ab!"))[0] == "!"
+
+
+def test_the_token_that_ends_a_turn_stands_once_where_a_text_writes_it_too():
+    dialect, session = begin(QUICK)
+    asks = functools.partial(ask, dialect, session, path="/v1/completions")
+    asks(f"a{chatting.tokenizer().pad_token}b<|end|>", prompt="Go: ")
+    assert asks("c<|end|>", prompt="Go: ab<|end|>\nAnd?")[0] == "\nAnd?"
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_the_token_that_ends_a_completion_is_not_in_its_text(skips):
+    """As in vLLM: one of `stop_token_ids` was, and with skip_special_tokens = false every one."""
+    dialect, _ = begin(QUICK)
+    (dot,) = chatting.ids(".")
+    for text, stop in (("ab.", dot), ("ab<|end|>", None)):
+        tokens = chatting.ids(text)
+        completion = Completion(tokens, [0.0] * len(tokens), "stop", stop)
+        assert dialect.text(completion, skips) == "ab"
+
+
+_MESSAGES = (
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' %}"
+    "{% if m.tool_call_id | length != 9 %}{{ raise_exception('ids of nine') }}{% endif %}"
+    "<|start|>{{ call.name }} {{ m.tool_call_id }}\n{{ m.content }}"
+    "{% else %}<|start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{% set call.name = c.function.name %}"
+    """<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ '' + c.function.arguments }}"""
+    "}</tool_call>{% endfor %}{% endif %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+PARTICULAR = "{% set call = namespace(name='') %}" + chatting.HEAD + _MESSAGES
+"""Arguments are a text as in DeepSeek's; an answer has the name in the call as in GPT-OSS's, and an
+id of nine characters as in Mistral's."""
+
+
+@pytest.mark.parametrize("space", ["", " "], ids=["by messages", "by ids"])
+@pytest.mark.parametrize("forks", [False, True])
+def test_an_answer_of_a_tool_stands_as_its_template_writes_it(space, forks):
+    """The second query was refused, or had random ids and another name."""
+    call = f'{{"name":{space}"go",{space}"arguments":{space}{{"to":{space}"north"}}}}'
+    question = {"role": "user", "content": "Where?"}
+    texts, turns = [], []
+    for _ in range(2):
+        dialect, session = begin(PARTICULAR, forks)
+        drawn = f"<tool_call>{call}</tool_call><|end|>"
+        _, turn = ask(dialect, session, drawn, messages=[question], tools=TOOLS)
+        answer = {"role": "tool", "content": "A wall.", "tool_call_id": turn["tool_calls"][0]["id"]}
+        messages = [question, turn, answer]
+        texts.append(ask(dialect, session, "So.<|end|>", messages=messages, tools=TOOLS)[0])
+        turns.append(turn)
+    assert turns[0] == turns[1]
+    identity = turns[0]["tool_calls"][0]["id"]
+    assert len(identity) == 9
+    assert identity.isalnum()
+    behind = f"\n<|start|>go {identity}\nA wall.<|end|>\n<|start|>assistant\n"
+    is_rewritten = forks and not space
+    assert [text.endswith(behind) for text in texts] == [True, True]
+    assert [text == behind for text in texts] == [not is_rewritten] * 2
+
+
+def test_the_id_of_a_call_that_the_model_wrote_is_that_of_the_answer():
+    dialect, session = begin(PARTICULAR)
+    drawn = '<tool_call>{"id": "abcdef123", "name": "go", "arguments": {}}</tool_call><|end|>'
+    question = {"role": "user", "content": "Where?"}
+    _, turn = ask(dialect, session, drawn, messages=[question], tools=TOOLS)
+    assert [call["id"] for call in turn["tool_calls"]] == ["abcdef123"]
+
+
+def test_several_calls_of_a_turn_have_ids_of_their_own():
+    dialect, session = begin(PARTICULAR)
+    call = '<tool_call>{"name": "go", "arguments": {}}</tool_call>'
+    question = {"role": "user", "content": "Where?"}
+    _, turn = ask(dialect, session, f"{call}{call}<|end|>", messages=[question], tools=TOOLS)
+    assert len({call["id"] for call in turn["tool_calls"]}) == 2
+
+
+def test_a_stop_string_of_the_run_is_not_in_the_text_and_may_be_asked_for():
+    """Behind `serve`, and vLLM, it is cut off: an agent read another text than in training."""
+    dialect, session = begin(QUICK)
+    dialect.limits = dialect.limits._replace(stop_strings=("</go>", "."))
+    question = {"role": "user", "content": "Where?"}
+    _, turn = ask(dialect, session, "<go>on</go>", messages=[question], stop=["</go>"])
+    assert turn["content"] == "<go>on"
+    further = [question, turn, {"role": "user", "content": "So?"}]
+    text, turn = ask(dialect, session, "No<|end|>", messages=further)
+    assert text == "<|end|>\n<|start|>user\nSo?<|end|>\n<|start|>assistant\n"
+    assert turn["content"] == "No"
+    with pytest.raises(Refusal, match="stop: what ends a turn is part of the policy"):
+        ask(dialect, session, "", messages=[*further, turn, question], stop="</so>")

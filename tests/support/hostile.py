@@ -156,6 +156,16 @@ import ctypes
 ctypes.CDLL(None).getpid()
 double = lambda value: value * 2
 """,
+    "ctypes of another Python": """
+import glob, sys
+for pattern in ("/usr/lib/python3*/lib-dynload", "/usr/lib*/python3*/*-packages"):
+    sys.path[:0] = glob.glob(pattern)
+try:
+    import _ctypes
+except ImportError:
+    import _cffi_backend
+double = lambda value: value * 2
+""",
     "kill": """
 import os, signal
 for process in (-1, 1, os.getppid()):

@@ -16,6 +16,7 @@ Source: OpenAI's API reference; the answers of vLLM 0.32, field by field.
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import json
 import secrets
@@ -27,6 +28,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import chat as chats
 from jaxgrpo.data.chat import Chat, Message
 from jaxgrpo.environments.calls import Parser, Reading, cast
+from jaxgrpo.environments.history import write_in_some_form
 from jaxgrpo.environments.serving.fields import (
     SAMPLING,
     Completion,
@@ -129,7 +131,8 @@ class Dialect:
         wish = read_wish(fields, prompts, self.limits, DEFAULT_TOKENS)
         has_logp, with_ids = fields.asks_logp(), fields.flag(IDS[0])
         shows_ids, skips = fields.flag(IDS[1]), fields.flag("skip_special_tokens", True)
-        text = document["prompt"] if isinstance(document["prompt"], str) else ""
+        texts = [document["prompt"]] if isinstance(document["prompt"], str) else document["prompt"]
+        text = texts[0] if len(texts) == 1 and isinstance(texts[0], str) else ""
         drawn = draw(Prompted(wish, text=text, skips=skips))
         choices = []
         for prompt, completions in zip(prompts, drawn, strict=True):
@@ -227,15 +230,16 @@ class Dialect:
         return reading if is_read else Reading(text, [])
 
     def message(self, completion: Completion, prompted: Prompted) -> Message:
-        """The assistant's message; without calls it is the text as the query wants it."""
-        reading = self.read(self.text(completion, skips=False, has_end=False), prompted)
+        """The assistant's message; without calls it is the text as the query wants it. A call has
+        the id that the model wrote, if it wrote one."""
+        reading = self.read(self.text(completion, skips=False), prompted)
         if not reading.calls:
             reading = Reading(self.text(completion, prompted.skips), [])
         calls = []
-        for call in reading.calls:
+        for number, call in enumerate(reading.calls):
             written = json.dumps(call.arguments, ensure_ascii=False)
             function = {"name": call.name, "arguments": written}
-            identity = f"call_{secrets.token_hex(8)}"
+            identity = call.id or _call_id(prompted.wish.prompts[0], completion.tokens, number)
             calls.append({"id": identity, "type": "function", "function": function})
         content = reading.content if reading.content or not calls else None
         message = {"role": "assistant", "content": content, "refusal": None, "tool_calls": calls}
@@ -263,7 +267,11 @@ class Dialect:
             )
         if messages[0]["role"] == "system":
             chat = chat._replace(system=None)
-        text = chats.write(chat, messages, "messages", is_opened or None, is_limited=False)
+
+        def write(form: list[Message]) -> str:
+            return chats.write(chat, form, "messages", is_opened or None, is_limited=False)
+
+        text = write_in_some_form(write, messages)
         for name in map(_tool_name, chat.tools):
             if name not in text:
                 raise InputError(f"tools: {chat.name} does not write them: leave them out")
@@ -272,21 +280,25 @@ class Dialect:
     def _encode(self, text: str, has_special: bool) -> list[int]:
         return chats.encode(self.chat, text, has_special)
 
-    def text(self, completion: Completion, skips: bool, has_end: bool | None = None) -> str:
-        """The text of a completion, up to the text that stopped it.
+    def text(self, completion: Completion, skips: bool) -> str:
+        """The text of a completion, up to the token or text that ended it.
 
         Args:
           skips: special tokens are left out.
-          has_end: whether the token that ended it is there; None: as `skips` says.
         """
         tokens = completion.tokens
-        has_end = not skips if has_end is None else has_end
-        if not has_end and tokens and tokens[-1] in self._stop_tokens:
+        if isinstance(completion.stop, int) or self._stop_tokens.intersection(tokens[-1:]):
             tokens = tokens[:-1]
         text = self.chat.tokenizer.decode(
             tokens, skip_special_tokens=skips, clean_up_tokenization_spaces=False
         )
         return text.partition(completion.stop)[0] if isinstance(completion.stop, str) else text
+
+    def stop_string(self, tokens: Sequence[int]) -> str | None:
+        """Which of `Limits.stop_strings` a turn holds, the first one; None: none."""
+        text = self.chat.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        strings = [string for string in self.limits.stop_strings if string in text]
+        return min(strings, key=text.index, default=None)
 
     def _token_texts(self, tokens: Sequence[int], shows_ids: bool) -> list[str]:
         if shows_ids:
@@ -415,6 +427,13 @@ def _tool_name(tool: Any) -> str:
     function = tool.get("function") if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) and tool.get("type") == "function" else ""
+
+
+def _call_id(prompt: Sequence[int], drawn: Sequence[int], number: int) -> str:
+    """The id of a call that the model gave none: nine letters and digits, as Mistral's templates
+    ask for. It follows from the tokens, so that a run that is repeated reads the same id again."""
+    turn = json.dumps([prompt, drawn, number]).encode()
+    return hashlib.blake2b(turn, digest_size=5).hexdigest()[:9]
 
 
 def _events(answer: Mapping[str, Any], options: Any) -> list[dict[str, Any]]:

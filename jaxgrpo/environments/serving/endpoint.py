@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from jaxgrpo.data.chat import Message
 from jaxgrpo.environments.calls import Reading
-from jaxgrpo.environments.history import History
+from jaxgrpo.environments.history import TOOL, History
 from jaxgrpo.environments.partners import (
     Answer,
     Broken,
@@ -107,6 +107,8 @@ class Session:
         completion = self._answers.get()
         if completion is None:
             raise self._refusal()
+        if completion.finish == "stop" and completion.tokens[-1] not in self.stop_tokens:
+            completion = completion._replace(stop=self.dialect.stop_string(completion.tokens))
         if question.is_fork or not self._drawn:
             self._tools = prompted.tools
         self._prompt, self._drawn = wish.prompts[0], completion.tokens
@@ -149,16 +151,17 @@ class Session:
         tokens = self._behind(prompt)
         if tokens is None and self._text and prompted.text.startswith(self._text):
             text = prompted.text[len(self._text) :]
-            tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+            tokens = self._behind_end(tokenizer(text, add_special_tokens=False)["input_ids"])
         if tokens is None and rest and all(message["role"] != "assistant" for message in rest):
             options = {**prompted.options}
             chat = self.dialect.chat._replace(tools=prompted.tools, options=options)
             history = History(chat, self.stop_tokens)
             has_end = self._drawn[-1] in self.stop_tokens
             context = [*self._prompt, *self._drawn[: -1 if has_end else None]]
-            text = history.words(context) + history.text(rest)
+            called = self._called(rest[0])
+            text = history.words(context) + history.text(rest, called)
             if not self.forks or text == history.words(prompt):
-                tokens = history.between(rest, self._drawn[-1])
+                tokens = history.between(rest, self._drawn[-1], called)
         if tokens is None and self.forks:
             turns = [place for place, m in enumerate(messages, 1) if m["role"] == "assistant"]
             text = tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
@@ -169,6 +172,12 @@ class Session:
             raise Refusal(409, REWRITTEN)
         text = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
         return _Question(prompted, tokens, rest or [{"role": "user", "content": text}])
+
+    def _called(self, answer: Message) -> str:
+        """The tool that an answer is of: clients give the id of its call, and no name."""
+        calls = self._messages[-1].get("tool_calls", [])
+        names = {call["id"]: call["function"]["name"] for call in calls}
+        return names.get(str(answer.get("tool_call_id")), next(iter(names.values()), TOOL))
 
     def _behind(self, prompt: list[int]) -> list[int] | None:
         """What of a prompt follows the prompt before and its answer; None: it begins otherwise.
@@ -182,8 +191,12 @@ class Session:
         before = before[:-1]
         if self._drawn[-1] not in self.stop_tokens or prompt[: len(before)] != before:
             return None
-        rest = prompt[len(before) :]
-        return rest[rest[:1] != [] and rest[0] in self.stop_tokens :]
+        return self._behind_end(prompt[len(before) :])
+
+    def _behind_end(self, tokens: list[int]) -> list[int]:
+        """What follows a turn, without a token that ends it where the turn has ended itself."""
+        has_ended = self._drawn[-1] in self.stop_tokens and tokens != []
+        return tokens[has_ended and tokens[0] in self.stop_tokens :]
 
 
 class Sessions:

@@ -85,6 +85,7 @@ class Limits(NamedTuple):
     is_turn: bool = False
     """a completion is a turn of a sample: what is left of this bounds it, and no query ends it"""
     ends: frozenset[int] = frozenset()  # tokens that end a turn anyway
+    stop_strings: tuple[str, ...] = ()  # that do, too, and are cut off its text
 
 
 class Wish(NamedTuple):
@@ -206,7 +207,8 @@ def read_wish(
         )
     stop, stop_tokens = fields.texts("stop"), values.get("stop_token_ids") or []
     stop_tokens = stop_tokens and fields.tokens("stop_token_ids", stop_tokens, limits.vocab_size)
-    if limits.is_turn and (stop or not limits.ends.issuperset(stop_tokens)):
+    ends_turns = {*stop} <= {*limits.stop_strings} and limits.ends.issuperset(stop_tokens)
+    if limits.is_turn and not ends_turns:
         raise Refusal(400, "stop: what ends a turn is part of the policy; leave it out", "stop")
     seed = values.get("seed")
     if seed is not None:

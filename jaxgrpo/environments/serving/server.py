@@ -6,7 +6,6 @@ a path means is not known here: see `dialect`.
 
 from __future__ import annotations
 
-import contextlib
 import http.server
 import json
 import socket
@@ -232,7 +231,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if isinstance(document, list):
             events = [*map(json.dumps, document), "[DONE]"]
             content, kind = "".join(f"data: {event}\n\n" for event in events), "text/event-stream"
-        with contextlib.suppress(ConnectionError, TimeoutError):
+        try:
             self.send_response(status)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(content)))
@@ -242,6 +241,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.send_header("Connection", "close")
             self.end_headers()
             self.wfile.write(content.encode())  # JSON in ASCII, a byte for each character
+        except (ConnectionError, TimeoutError):
+            self.close_connection = True  # behind half of an answer no other one can stand
 
 
 def _problem(status: int, message: str, field: str | None) -> dict[str, Any]:
