@@ -224,7 +224,9 @@ def test_groups_that_differ_less_than_of_late_leave():
         (lambda: adv.answer_probability(scorer="me"), "scorer = 'me', expected one of trainer"),
         (lambda: adv.perplexity_rank(-1.0), "efficiency = -1.0, expected 0 or more"),
         (lambda: adv.mask_below_running_deviation(decay=1.0), "decay = 1.0, expected 0 or more"),
-        (lambda: adv.build("passk", {"std": True}), "passk: std divides the advantage of k"),
+        (lambda: adv.build("passk", {"std": True}), "std and threshold are of the advantage of k"),
+        (lambda: adv.build("passk", {"threshold": 0.5}), "of k samples: give k too"),
+        (lambda: adv.build("passk", {"k": 2, "ddof": 0}), "leave eps and ddof out"),
     ],
 )
 def test_options_without_sense_are_refused(make, message):
