@@ -192,6 +192,7 @@ def test_a_target_of_validity_asks_which_of_several_rewards_it_is_about():
     (problem,) = problems(two, kl % "")
     assert problem.startswith("loss.kl: k1_in_reward: there are 2 rewards (arithmetic, format): ")
     read(two, kl % ', reward="format"')
+    read(two, kl % ', base_rate="rate"')  # which reads no reward
     read(kl % "")
 
 
