@@ -171,17 +171,15 @@ def test_weights_of_trainer_over_sampler_stand_once():
 
 
 def test_a_teacher_may_be_the_reference_that_is_reset():
-    every = "reference.reset_every=3"
+    every, taught = "reference.reset_every=3", "recipe=opd"
     for teacher in ('policy="reference"', 'policies={ a="reference", b="base" }'):
-        read(every, "recipe=opd", f'scores=[{{name="teacher_logp", {teacher}}}]')
+        read(every, taught, f'scores=[{{name="teacher_logp", {teacher}}}]')
     read(every, 'recipe={use="sdpo", teacher="reference"}')
     read(every, 'recipe={use="rlpr", scorer="reference"}')
     validity = 'loss.kl={use="k1_in_reward", target_validity=0.9}'
     read(every, validity, 'recipe={use="rlpr", scorer="reference"}')
     for kl in ((), (validity,)):
-        (problem,) = problems(
-            every, *kl, "recipe=opd", 'scores=[{name="teacher_logp", policy="base"}]'
-        )
+        (problem,) = problems(every, *kl, taught, 'scores=[{name="teacher_logp", policy="base"}]')
         assert problem.startswith("reference.reset_every: ")
         assert "nothing could be reset" in problem
 
