@@ -103,7 +103,7 @@ def add_kl_return_for_validity(
       target_validity: in (0, 1), a number or a function of the step.
       reward: name of the reward that says what is valid; None: the only one.
       threshold: the lowest value that is a success; None: values must be 0 or 1.
-      base_rate: name of a field [P] that holds A, measured before training; NaN = not met.
+      base_rate: a field [P] that holds A, measured before, in place of `reward`; NaN = not met.
       max_beta: the highest beta, where the base reaches the target by itself or nothing succeeded.
 
     Fields: base_logp and trainer_logp [P, G, T]; base_logp against behavior_logp for A.
@@ -126,7 +126,7 @@ def add_kl_return_for_validity(
 
     def build(shrunk: bool) -> AdvantageTransform:
         update = partial(_update, rates, target_validity, max_beta, shrunk)
-        return AdvantageTransform(_NAME, partial(_init, reward), update, needs)
+        return AdvantageTransform(_NAME, partial(_init, reward or base_rate), update, needs)
 
     return base.with_shrunk_form(build)
 
@@ -137,8 +137,9 @@ def _check_target(target_validity: Scheduled, max_beta: float) -> None:
     base.check(_NAME, above, lambda beta: 0 < beta < inf, max_beta=max_beta)
 
 
-def _init(reward: str | None, spec: RolloutSpec) -> dict[str, Array]:
-    if reward is None and len(spec.rewards) != 1:
+def _init(says_valid: str | None, spec: RolloutSpec) -> dict[str, Array]:
+    """Args: says_valid: the reward, or the field of rates that stands in for one."""
+    if says_valid is None and len(spec.rewards) != 1:
         raise InputError(
             f"{_NAME}: there are {len(spec.rewards)} rewards ({', '.join(spec.rewards)}):"
             " name the one that says what is valid, reward=..."

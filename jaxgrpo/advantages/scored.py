@@ -18,7 +18,7 @@ from jaxgrpo.advantages.streams import add_stream, any_mask
 from jaxgrpo.advantages.tokens import at_tokens, discounted
 from jaxgrpo.core.metrics import Metrics, mean, minimum
 from jaxgrpo.core.ranking import top_share
-from jaxgrpo.core.scores import ANSWERED
+from jaxgrpo.core.scores import ANSWERED, SCORERS, answer_field
 from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
 _SHAPE, _BASELINE = "shape_by_effective_rank", "subtract_optimal_token_baseline"
@@ -220,7 +220,7 @@ def distill(
     return base.stateless("distill", apply, needs=frozenset({"trainer_logp", teacher_logp}))
 
 
-def train_on_answers(weight: Scheduled = 1.0) -> AdvantageTransform:
+def train_on_answers(weight: Scheduled = 1.0, scorer: str = "trainer") -> AdvantageTransform:
     """Puts the known answer behind each thought, in place of what followed it, and trains it by
     its probability.
 
@@ -232,7 +232,11 @@ def train_on_answers(weight: Scheduled = 1.0) -> AdvantageTransform:
     tokens begins at 1; one for which `rollout.max_completion_tokens` leaves no room is left out. A
     sample that never came to an answer of its own gets none, and stays as it was drawn.
 
-    Fields: answered [P, G, T], answer_logp [P, G, J], answer_mask [P, J].
+    Args:
+      weight: 0 or more; a number or a function of the step.
+      scorer: whose probability it is, as in `answer_probability`.
+
+    Fields: answered [P, G, T], answer_logp [P, G, J], and the scorer's, answer_mask [P, J].
     Signal: [P, G] or [P, G, T] -> [P, G, T], answers in its mask where the sample is.
     Metrics: room, the share of samples behind whose thought the answer stands.
     Source: VeriFree, arXiv 2505.21493, its second term.
@@ -242,8 +246,9 @@ def train_on_answers(weight: Scheduled = 1.0) -> AdvantageTransform:
     >>> evaluate(train_on_answers(), [[2.0]], answered=[[[False, True]]], **fields)[0].tolist()
     [[[2.0, 1.0]]]
     """
-    name = "train_on_answers"
+    name, field = "train_on_answers", answer_field("answer_logp", scorer)
     base.check_at_least(name, 0, weight=weight)
+    base.check_choice(name, SCORERS, scorer=scorer)
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         wide = at_tokens(name, signal, rollouts)
@@ -252,7 +257,7 @@ def train_on_answers(weight: Scheduled = 1.0) -> AdvantageTransform:
         answered = answered.astype(bool)
         tokens = base.read_field(name, "answer_mask", rollouts).astype(bool)[:, None]
         shape = prompts, samples, tokens.shape[-1]
-        answer_logp = base.read_field(name, "answer_logp", rollouts, shape, "[P, G, J]")
+        answer_logp = base.read_field(name, field, rollouts, shape, "[P, G, J]")
         total = jnp.where(tokens, answer_logp, 0).sum(-1, keepdims=True)
         probability = jnp.where(total < jnp.inf, jnp.exp(total), 0)  # NaN is not scored
         value = base.at_step(weight, rollouts, probability.dtype) * probability
@@ -260,7 +265,9 @@ def train_on_answers(weight: Scheduled = 1.0) -> AdvantageTransform:
         room = mean(answered.any(-1), wide.mask.any(-1))
         return base.with_value(wide, value), {"room": room}
 
-    return base.stateless(name, apply, needs=frozenset((ANSWERED, "answer_logp", "answer_mask")))
+    # Ratios of answers begin at answer_logp, whatever policy weighs them.
+    needs = frozenset((ANSWERED, "answer_logp", "answer_mask", field))
+    return base.stateless(name, apply, needs=needs)
 
 
 def shape_by_effective_rank(

@@ -312,8 +312,10 @@ def _resets(values: Values) -> Iterator[str]:
     part = {"use": recipe} if isinstance(recipe, str) else recipe
     # A chain of one's own may read the reference: that is seen when the run is built.
     own_chain = "advantage" in values or is_reference(part["use"])
-    may_read = own_chain or part.get("scorer") == "reference"
-    if "target_validity" in (kl or {}) or (kl is None and not may_read):
+    entries = values.get("scores", ())
+    policies = [name for entry in entries for name in (entry.policy, *entry.policies.values())]
+    may_read = own_chain or "reference" in (part.get("scorer"), part.get("teacher"), *policies)
+    if not may_read and (kl is None or "target_validity" in kl):
         why = "there is no reference" if kl is None else "target_validity measures from the base"
         yield (
             f"{reset_keys[0]}: {why}, so that nothing could be reset; take loss.kl = {{ use = "

@@ -7,7 +7,7 @@ changes what else a method is made of: "sign", "mine.py:chain", "loss.surrogate=
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,13 @@ def make_atlases(
     source: Path | None,
     rewards: Sequence[Reward],
     num_rows: int,
+    brought: Collection[str],
 ) -> Atlases | None:
     """The atlases of a run and of `atlas.methods`; None without any.
 
     Args:
-      preparer: of the run; names: `atlas.methods`; num_rows: of the data; the rest as in
-        `make_contenders`.
+      preparer: of the run; names: `atlas.methods`; num_rows, brought: as in `Atlases`; the rest as
+        in `make_contenders`.
 
     Raises: InputError where a method cannot be built, or reads what the run does not make.
     """
@@ -44,7 +45,7 @@ def make_atlases(
         return None
     run_method = Contender(preparer.blueprint.chain, preparer.blueprint.objective)
     named = make_contenders(names, "atlas.methods", tables, source, rewards)
-    return Atlases(preparer, {RUN: run_method, **named}, num_rows)
+    return Atlases(preparer, {RUN: run_method, **named}, num_rows, brought)
 
 
 def make_contenders(

@@ -30,7 +30,7 @@ from jaxgrpo.core.errors import (
     find,
     refusing,
 )
-from jaxgrpo.core.scores import OF_SAMPLES, SCORES, Score
+from jaxgrpo.core.scores import ANSWERED, OF_SAMPLES, SCORES, Score
 from jaxgrpo.core.types import RolloutSpec
 from jaxgrpo.data.prompts import name_row
 from jaxgrpo.data.sources import Mixture
@@ -62,6 +62,9 @@ WEIGHED_TWICE = (
 )
 """Why weights of trainer over sampler and a ratio measured from the sampler exclude each other."""
 
+CHARGING = ("add_kl_return", "add_kl_return_for_validity", "kl_in_reward")
+"""Parts that charge a sample for how far the policy was from another one at its tokens."""
+
 INNER_PARTS = ("then", "otherwise", "transform")
 """Options that are parts themselves."""
 
@@ -77,9 +80,20 @@ COMPARED_GROUPS = (
 
 
 def make_chain(loss: LossKeys, recipe: AdvantageTransform) -> AdvantageTransform:
-    """The advantage of a run: its recipe, and the steps that loss.kl and loss.mismatch add."""
+    """The advantage of a run: its recipe, and the steps that loss.kl and loss.mismatch add.
+
+    Raises: InputError where a KL of the policy's samples meets answers that are none.
+    """
     tail = build_tail(_load_part(loss.kl), _load_part(loss.mismatch))
-    return advantages.extend(recipe, *tail)
+    chain = advantages.extend(recipe, *tail)
+    charging = next((name for name, step in chain.steps if step.name in CHARGING), None)
+    if charging and ANSWERED in chain.needs:
+        raise InputError(
+            f"{charging} charges for the tokens that the policy drew, and the method trains known "
+            "answers that it did not draw (train_on_answers): leave one of the two out, or take a "
+            'KL in the loss, loss.kl = { use = "k2", beta = 0.001 }'
+        )
+    return chain
 
 
 def make_recipe(

@@ -129,7 +129,8 @@ def _as_metric(where: str, value: Any, weight: Any) -> Metric:
         raise InputError(f"{where} has shape {number.shape}: expected {expected}")
     dtype = accumulate_dtype(number.dtype)
     weight = jnp.asarray(weight).astype(dtype)
-    return Mean(total=number.astype(dtype) * weight, weight=weight)
+    # Of nothing it may be anything, as the largest of no entries is -inf.
+    return Mean(total=jnp.where(weight > 0, number.astype(dtype) * weight, 0), weight=weight)
 
 
 def empty_like(metrics: Mapping[str, Any]) -> Metrics:

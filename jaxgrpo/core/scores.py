@@ -167,7 +167,7 @@ without gradient: the mean over a group of each sequence's log ratio to the prox
 TOKEN_DRAW = "token_draw"
 OF_BATCH: dict[str, str] = {
     "behavior_logp": "log-prob of each token under the distribution that it was drawn from",
-    "sampled_now": "whether the parameters before the step drew a token's sample",
+    "sampled_now": "whether the parameters before the update drew a token",
     TOKEN_DRAW: "a uniform number in [0, 1) per token, a function of step, prompt and place",
 }
 """What surrogates and penalties may need beside scores, columns and rewards: every run has it."""

@@ -230,8 +230,8 @@ def top_k_divergence(
     Reads a field of the score's name, of the shape `[..., 2, k + 1]`, and one of "policy:" and that
     name, `[..., k + 1]`, differentiated, which the update's own pass makes
     (`jaxgrpo.models.distributions.shortened`).
-    Metrics: kl, the value without beta, over unmasked tokens; kl_clamped, the share of tokens with
-    a |l_v| above 20, which counts as 20.
+    Metrics: kl, the value without beta, over unmasked tokens that the other model scores;
+    kl_clamped, their share with a |l_v| above 20, which counts as 20.
     Raises: InputError on a value that is not allowed, and without the fields.
     Source: SDPO, arXiv 2601.20802, with k = 100, alpha = 0.5 and top = "student", whose tokens are
     of the parameters of the moment; GKD, arXiv 2306.13649, whose beta is our alpha.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxgrpo.core.errors import InputError, as_names, build
-from jaxgrpo.core.metrics import Metrics, mean, merge
+from jaxgrpo.core.metrics import Metrics, as_metrics, mean, merge
 from jaxgrpo.losses import bounds, covariance, labels
 from jaxgrpo.losses import penalties as terms
 from jaxgrpo.losses import reductions as weights
@@ -108,8 +108,8 @@ def by_sample(
 
     def compute(tokens: Tokens) -> tuple[Array, Metrics]:
         first, second = (_select(field, side, tokens) for side in (True, False))
-        then_loss, metrics = then_surrogate.compute(first)
-        otherwise_loss, otherwise_metrics = otherwise_surrogate.compute(second)
+        then_loss, metrics = _measured(then_surrogate, first)
+        otherwise_loss, otherwise_metrics = _measured(otherwise_surrogate, second)
         return jnp.where(first.mask, then_loss, otherwise_loss), merge(metrics, otherwise_metrics)
 
     pair = then_surrogate, otherwise_surrogate
@@ -126,6 +126,12 @@ def by_sample(
         acts_on_all=any(part.acts_on_all for part in pair),
         batch_fields=tuple(fields),
     )
+
+
+def _measured(part: Surrogate, tokens: Tokens) -> tuple[Array, Metrics]:
+    """A part's loss and metrics, of which plain numbers count by the tokens that it has."""
+    loss, reported = part.compute(tokens)
+    return loss, as_metrics(f"surrogate {part.name}", reported, tokens.mask.sum())
 
 
 def _select(field: str, side: bool, tokens: Tokens) -> Tokens:

@@ -218,7 +218,7 @@ def _assemble(
     collector = _make_collector(rollout, train.steps, run_inputs, rewards, method, source, waits)
     contenders, tables = config.atlas.methods, configs.to_tables(config)
     atlases = make_atlases(
-        Preparer(blueprint), contenders, tables, config.source, rewards, len(rows)
+        Preparer(blueprint), contenders, tables, config.source, rewards, len(rows), brought
     )
     if make_learner is None:
         learner = _read_learner(seed, pretrained, len(rows), rewards, blueprint)

@@ -18,7 +18,7 @@ from jax import Array
 
 from jaxgrpo.advantages import AdvantageTransform, chains
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.core.scores import ANSWERED, OF_ANSWERS, OF_PASS, Score, policy_field
+from jaxgrpo.core.scores import ANSWERED, OF_ANSWERS, OF_BATCH, OF_PASS, Score, policy_field
 from jaxgrpo.core.types import Learner, Rollouts, RolloutSpec
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import sharding
@@ -77,12 +77,19 @@ class Atlas(NamedTuple):
 class Atlases:
     """Draws atlases of some methods on the samples of a run."""
 
-    def __init__(self, preparer: Preparer, contenders: Mapping[str, Contender], num_rows: int):
+    def __init__(
+        self,
+        preparer: Preparer,
+        contenders: Mapping[str, Contender],
+        num_rows: int,
+        brought: Collection[str] = (),
+    ):
         """
         Args:
           preparer: of the run.
           contenders: name -> method.
           num_rows: of the data.
+          brought: fields that samples bring beside those that the run's method reads.
 
         Raises: InputError where the run does not hold what a method reads, or does not fit it.
         """
@@ -91,8 +98,9 @@ class Atlases:
         mesh, sizes = blueprint.mesh, blueprint.geometry
         rewards = (*(blueprint.reward_weights or ()),)
         spec = RolloutSpec(*sizes[:4], rewards=rewards, num_rows=num_rows)
+        fields = {*rewards, *brought, *blueprint.objective.needs}
         for name, contender in contenders.items():
-            refuse(name, contender, blueprint.scores, policies, blueprint.chain.needs)
+            refuse(name, contender, blueprint.scores, policies, blueprint.chain.needs, fields)
             contender.chain.init(spec)
         self.names: tuple[str, ...] = tuple(contenders)
         self.needs: frozenset[str] = frozenset().union(*(c.needs for c in contenders.values()))
@@ -154,11 +162,12 @@ def refuse(
     scores: Mapping[str, Score],
     policies: Collection[str],
     read_by_run: Collection[str],
+    brought: Collection[str] = (),
 ) -> None:
     """Raises: InputError where a run does not hold what a method reads.
 
     Args:
-      policies: that the run holds; read_by_run: what its chain needs.
+      policies: that the run holds; read_by_run: what its chain needs; brought: further fields.
     """
     if ANSWERED in contender.needs:
         raise InputError(
@@ -176,6 +185,8 @@ def refuse(
     scorers = (scores[need].scored_by for need in needs & scores.keys())
     lacking = {policy for names in scorers for policy in names}.difference(policies)
     lacking |= (needs & OF_ANSWERS.keys()).difference(read_by_run)
+    present = {*scores, *OF_ANSWERS, *OF_BATCH, *OF_PASS, *read_by_run, *brought}
+    lacking |= needs - present
     if lacking:
         raise InputError(
             f"{name}: reads {', '.join(sorted(lacking))}, which the run's method does not: the "

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.base import AdvantageTransform
 from jaxgrpo.core.metrics import Mean, Metrics, maximum, mean, merge, minimum
-from jaxgrpo.core.scores import SCORES
+from jaxgrpo.core.scores import ANSWERED, SCORES
 from jaxgrpo.core.types import REPLAYED, Rollouts
 
 RARE = 0.25
@@ -71,11 +71,14 @@ def rollout_metrics(
 
 
 def fresh_tokens(rollouts: Rollouts) -> Bool[Array, "P G T"]:
-    """The tokens of samples that were drawn for this step, and not in an earlier one
-    (`experience.share`): those were picked since they were right."""
-    replayed = rollouts.fields.get(REPLAYED)
+    """The tokens that a policy drew for this step: not those of samples of an earlier one
+    (`experience.share`), which were picked since they were right, nor known answers that are
+    trained behind the thoughts."""
+    replayed, answered = (rollouts.fields.get(name) for name in (REPLAYED, ANSWERED))
     mask = rollouts.token_mask
-    return mask if replayed is None else mask & (replayed[..., None] == 0)  # files may hold numbers
+    if replayed is not None:
+        mask = mask & (replayed[..., None] == 0)  # files may hold numbers
+    return mask if answered is None else mask & (answered == 0)
 
 
 def group_metrics(

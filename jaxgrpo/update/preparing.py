@@ -313,6 +313,9 @@ class Preparer:
         fields = {name: available_fields[name] for name in needs & available_fields.keys()}
         fields["behavior_logp"] = rollouts.behavior_logp
         fields["sampled_now"] = rollouts.policy_version == learner.step
+        if ANSWERED in rollouts.fields:  # known answers were not sampled
+            drawn = rollouts.fields[ANSWERED] == 0
+            fields["sampled_now"] = fields["sampled_now"][..., None] & drawn
         if TOKEN_DRAW in needs:
             fields[TOKEN_DRAW] = self.draw(rollouts)
         batch = self.gather(rollouts, plan, advantage, weight, mask, fields)

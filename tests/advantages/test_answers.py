@@ -142,6 +142,16 @@ def test_verifree_holds_a_sample_that_never_answers_against_itself():
     np.testing.assert_allclose(value[0], [[0.75, 1], [-0.75, -0.75], [0, 0.5]], atol=1e-6)
 
 
+def test_answers_are_weighed_by_the_scorer_of_the_reward():
+    """Rewards 0.8 and 0.2 by the base, whatever the trained policy finds."""
+    names = {"answer_logp": np.zeros((1, 2, 1)), "base_answer_logp": np.log([[[0.8], [0.2]]])}
+    names |= {"answer_mask": [[True]], "token_mask": np.ones((1, 2, 2), bool)}
+    names |= {"answered": [[[0, 1], [0, 1]]], "answer_reached": [[True, True]]}
+    options = {"scorer": "base", "answer": 0.5, "weights": {"reward": 0.0}}
+    value, _ = adv.evaluate("verifree", np.zeros((1, 2)), options=options, **names)
+    np.testing.assert_allclose(value[0], [[0.6, 0.4], [-0.6, 0.1]], atol=1e-6)
+
+
 def test_a_sample_that_no_answer_judges_has_no_place(fields):
     fields["answer_logp"][0, 3, 1] = NAN
     value, mask = stream(adv.perplexity_rank(), fields)
@@ -222,9 +232,12 @@ def test_groups_that_differ_less_than_of_late_leave():
     [
         (lambda: adv.answer_probability("sum"), "over = 'sum', expected one of mean, product"),
         (lambda: adv.answer_probability(scorer="me"), "scorer = 'me', expected one of trainer"),
+        (lambda: adv.train_on_answers(scorer="me"), "scorer = 'me', expected one of trainer"),
         (lambda: adv.perplexity_rank(-1.0), "efficiency = -1.0, expected 0 or more"),
         (lambda: adv.mask_below_running_deviation(decay=1.0), "decay = 1.0, expected 0 or more"),
-        (lambda: adv.build("passk", {"std": True}), "passk: std divides the advantage of k"),
+        (lambda: adv.build("passk", {"std": True}), "std and threshold are of the advantage of k"),
+        (lambda: adv.build("passk", {"threshold": 0.5}), "of k samples: give k too"),
+        (lambda: adv.build("passk", {"k": 2, "ddof": 0}), "leave eps and ddof out"),
     ],
 )
 def test_options_without_sense_are_refused(make, message):

@@ -257,7 +257,7 @@ def test_a_base_that_is_there_already_or_never_succeeds_gives_the_highest_beta()
 @pytest.mark.slow
 def test_a_field_gives_the_base_rates_where_it_is_named():
     rollouts = laws.make_rollouts(np.float64)
-    step = adv.add_kl_return_for_validity(0.95, reward="correct", base_rate="difficulty")
+    step = adv.add_kl_return_for_validity(0.95, base_rate="difficulty")
     transform = adv.chain(adv.sum_rewards(), step)
     state = transform.init(adv.spec_of(rollouts, num_rows=laws.ROWS))
     _, state, _ = adv.compute(transform, rollouts, state)
@@ -276,6 +276,8 @@ def test_streams_several_rewards_and_wrong_options_are_refused():
         step.init(spec._replace(num_rows=None))
     with pytest.raises(InputError, match=r"2 rewards.*reward=\.\.\."):
         step.init(spec._replace(rewards=("a", "b")))
+    by_rate = adv.add_kl_return_for_validity(0.9, base_rate="rate")
+    assert by_rate.init(spec._replace(rewards=("a", "b"))).keys() == {"total", "count"}
     for wrong, message in (
         (lambda: adv.add_kl_return(-0.1), "beta = -0.1, expected 0 or more"),
         (lambda: adv.add_kl_return_for_validity(1.0), "expected a"),

@@ -154,6 +154,15 @@ def test_an_environment_without_a_weight_is_refused():
         build("gigpo", {"weights": {"game": 1.0, "format": 0.2}, "environment": "gane"})
 
 
+def test_of_several_rewards_that_weigh_other_than_1_the_environments_is_named():
+    """Else its turns would count in full beside a part of it in the sum."""
+    weights = {"game": 0.5, "format": 0.2}
+    with pytest.raises(InputError, match="gigpo: turn_reward weighs as its reward does"):
+        build("gigpo", {"weights": weights})
+    build("gigpo", {"weights": weights, "environment": "game"})
+    build("gigpo", {"weights": {"game": 1.0, "format": 0.2}})
+
+
 @pytest.mark.full
 def test_what_answers_a_sample_has_no_value_and_is_not_read():
     case = drawn(3)

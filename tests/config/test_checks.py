@@ -170,12 +170,27 @@ def test_weights_of_trainer_over_sampler_stand_once():
         )
 
 
+def test_a_teacher_may_be_the_reference_that_is_reset():
+    every, taught = "reference.reset_every=3", "recipe=opd"
+    for teacher in ('policy="reference"', 'policies={ a="reference", b="base" }'):
+        read(every, taught, f'scores=[{{name="teacher_logp", {teacher}}}]')
+    read(every, 'recipe={use="sdpo", teacher="reference"}')
+    read(every, 'recipe={use="rlpr", scorer="reference"}')
+    validity = 'loss.kl={use="k1_in_reward", target_validity=0.9}'
+    read(every, validity, 'recipe={use="rlpr", scorer="reference"}')
+    for kl in ((), (validity,)):
+        (problem,) = problems(every, *kl, taught, 'scores=[{name="teacher_logp", policy="base"}]')
+        assert problem.startswith("reference.reset_every: ")
+        assert "nothing could be reset" in problem
+
+
 def test_a_target_of_validity_asks_which_of_several_rewards_it_is_about():
     two = 'rewards=[{use="arithmetic"}, {use="format", pattern="a"}]'
     kl = 'loss.kl={use="k1_in_reward", target_validity=0.9%s}'
     (problem,) = problems(two, kl % "")
     assert problem.startswith("loss.kl: k1_in_reward: there are 2 rewards (arithmetic, format): ")
     read(two, kl % ', reward="format"')
+    read(two, kl % ', base_rate="rate"')  # which reads no reward
     read(kl % "")
 
 

@@ -127,6 +127,21 @@ def test_a_kl_in_the_return_is_no_penalty_and_the_others_are():
     assert methods.build_tail({"use": "k2", "beta": 0.1}, None) == ()
 
 
+def test_a_kl_of_what_the_policy_drew_is_refused_where_known_answers_are_trained():
+    recipe = 'recipe={use="verifree", weights={arithmetic=0}}'
+    part = {"use": "add_kl_return", "beta": 0.1}
+    answers = [{"use": "sum_rewards"}, part, {"use": "train_on_answers"}]
+
+    def chain(named, *overrides):
+        config = minimal_config.read(recipe, *overrides)
+        return methods.make_chain(config.loss, methods.make_recipe(named or config.named_chain, ()))
+
+    for arguments in ((None, 'loss.kl={use="k1_in_reward", beta=0.1}'), (answers,)):
+        with pytest.raises(InputError, match="add_kl_return charges for the tokens that the poli"):
+            chain(*arguments)
+    assert chain(None, 'loss.kl={use="k2", beta=0.1}').name == "verifree"
+
+
 def test_what_python_brings_may_not_compare_groups_that_are_refilled():
     drop = advantages.mask_low_variance(drop=0.5)
     total, inner = advantages.sum_rewards(), advantages.chain(drop, name="inner")

@@ -92,6 +92,23 @@ def test_new_reductions_are_their_denominators():
         assert (np.asarray(reduction.weights(token_mask & False)) == 0).all()
 
 
+def test_plain_numbers_of_both_parts_count_by_the_tokens_of_each():
+    def reporting(number):
+        return lambda tokens: (0 * tokens.logp, {"rate": number})
+
+    replayed = jnp.array([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
+
+    def rate(then, otherwise, field):
+        mixed = by_sample("replayed", reporting(then), reporting(otherwise))
+        tokens = Tokens.from_ratios(ONES, replayed=field)
+        tokens = dataclasses.replace(tokens, mask=MASK.at[0, 2].set(False))
+        return token_loss(mixed, [], tokens)[1]["rate"].result()
+
+    assert rate(1.0, 2.0, replayed) == pytest.approx((2 * 1.0 + 3 * 2.0) / 5)
+    # A part without a token may report the largest of nothing.
+    assert rate(-jnp.inf, 2.0, jnp.zeros_like(replayed)) == 2.0
+
+
 @pytest.mark.slow
 def test_by_sample_gives_each_token_its_own_surrogate():
     random = np.random.default_rng(0)

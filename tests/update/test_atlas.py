@@ -147,6 +147,9 @@ def test_an_update_of_nothing_has_no_cosine():
         (("alpha_dpg",), (), "reads base"),
         (("passk", {"k": 99}), (), "k=99"),
         (("l2t",), (), "cut_answer_logp, thought_tokens"),
+        (("opd",), (), "reads teacher_logp, which the run"),
+        (("hicra",), (), "reads planning, which the run"),
+        (("gigpo",), (), "reads state_hash, turn, turn_reward, which the run"),
         (("grpo",), (losses.top_k_divergence(1.0),), "its loss reads policy:teacher_top"),
     ],
 )
@@ -155,6 +158,13 @@ def test_what_an_atlas_cannot_show_is_refused(recipe, penalties, message):
     method = Contender(advantages.build(*recipe), objective)
     with pytest.raises(InputError, match=message):
         Atlases(Preparer(blueprint()), {"run": contenders()["grpo"], "extra": method}, 8)
+
+
+def test_a_method_may_read_what_samples_bring_whatever_the_run_reads():
+    objective = losses.Objective(losses.reinforce(), MEANS["token_mean"])
+    methods = {name: Contender(advantages.build(name), objective) for name in ("grpo", "gigpo")}
+    brought = ("turn", "turn_reward", "state_hash")
+    assert Atlases(Preparer(blueprint()), methods, 8, brought).names == ("grpo", "gigpo")
 
 
 def test_a_method_that_remembers_rows_is_drawn_too():

@@ -15,6 +15,7 @@ from engines import make_blueprint
 
 from jaxgrpo import losses
 from jaxgrpo.core.metrics import Mean, finalise
+from jaxgrpo.core.scores import ANSWERED
 from jaxgrpo.core.types import REPLAYED
 from jaxgrpo.losses.surrogates import RATIO_METRICS
 from jaxgrpo.update.diagnostics import (
@@ -176,6 +177,18 @@ def test_entropy_and_drift_are_of_samples_that_were_drawn_for_the_step():
     names = {"entropy_estimated", "kl_to_base_estimated"}
     assert names - rollout_results(0.0, rollouts).keys() == {"entropy_estimated"}
     assert names - rollout_results(None, rollouts).keys() == names
+
+
+def test_drift_is_not_of_known_answers_that_no_policy_drew():
+    reward = np.array([[1, 0, 1], [0, 1, 1]], np.float32)
+    drawn = tiny.rollouts(reward)
+    answered = np.asarray(drawn.token_mask) & (np.arange(drawn.token_mask.shape[-1]) >= 2)
+    assert answered.any()
+    base_logp = 2 * drawn.behavior_logp
+    rollouts = dataclasses.replace(drawn, fields={ANSWERED: answered, "base_logp": base_logp})
+    metrics = results(rollout_results(1.0, rollouts))
+    thoughts = np.where(answered, 0, np.asarray(drawn.behavior_logp)).sum(-1)
+    assert metrics["kl_to_base_estimated"] == pytest.approx(-thoughts.mean(), rel=1e-5)
 
 
 def test_ratios_to_what_drew_texts_of_the_data_are_no_metrics():

@@ -168,6 +168,10 @@ def test_an_update_is_the_papers_two_terms(changes):
     drawn = np.asarray(rollouts().token_mask)
     surprise = -np.asarray(sampled_logp())[drawn].mean()
     assert metrics["entropy_estimated"] == pytest.approx(surprise, rel=1e-5)
+    # The sampler is compared with the trainer at the tokens that it drew.
+    (batch,), (by_hand, answered) = prepared.batches, written()
+    sampled = np.asarray(by_hand.token_mask) & ~answered & prepared.live[..., None]
+    assert (batch.fields["sampled_now"] & batch.mask).sum() == sampled.sum()
 
 
 def test_answers_stand_behind_thoughts_where_there_is_room():

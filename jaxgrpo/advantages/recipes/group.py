@@ -402,8 +402,10 @@ def passk(
     >>> evaluate("passk", [[1.0, 0.0, 0.0]], options={"k": 1})[0].tolist()
     [[1.0, -0.5, -0.5]]
     """
-    if k is None and std:
-        raise InputError("passk: std divides the advantage of k samples: give k too")
+    if k is None and (std or threshold is not None):
+        raise InputError("passk: std and threshold are of the advantage of k samples: give k too")
+    if k is not None and (eps, ddof) != (1e-6, 1):
+        raise InputError("passk: k divides by no deviation of the group: leave eps and ddof out")
     if k is None:
         steps = (divide_by_group_std(eps, ddof), max_minus_second())
     else:

@@ -104,7 +104,7 @@ def verifree(
         answer_probability("product", scorer=scorer, must_reach=True),
         sum_rewards(**_named("answer_probability", weights)),
         subtract_leave_one_out_mean(),
-        train_on_answers(answer),
+        train_on_answers(answer, scorer),
         name="verifree",
     )
 

@@ -229,6 +229,11 @@ def gigpo(
             f"gigpo: environment = {environment!r}: no reward is called so: "
             f"{suggest(environment, weights)}"
         )
+    if environment is None and len(weights) > 1 and 1 not in weights.values():
+        raise InputError(
+            "gigpo: turn_reward weighs as its reward does, and of several none has the weight 1: "
+            f"name the environment's, environment = {next(iter(weights))!r} for example"
+        )
     scale = weights.get(environment, 1.0) if environment else 1.0
     return sum_then("gigpo", weights, turns.turn_normalise(gamma, weight, std, eps, scale=scale))
 

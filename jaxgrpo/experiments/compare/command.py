@@ -19,7 +19,6 @@ from rich.console import Console
 
 from jaxgrpo.config import methods
 from jaxgrpo.config.files import flat, to_tables
-from jaxgrpo.config.scoring import make_scores
 from jaxgrpo.core.errors import ConfigError, InputError, differing_names, refusing
 from jaxgrpo.core.scores import OF_ANSWERS
 from jaxgrpo.core.types import Params
@@ -42,6 +41,7 @@ from jaxgrpo.training.records.report.html import check_can_draw
 from jaxgrpo.training.rewarding import resolve_rewards
 from jaxgrpo.training.setup import Shared
 from jaxgrpo.training.stored_policy import evaluator_for_run, read_run
+from jaxgrpo.training.teachers import method_scores
 
 
 def compare(path: str | Path, dry_run: bool = False, as_json: bool = False) -> int | Document:
@@ -169,7 +169,8 @@ def _check_methods(experiment: Experiment, cases: Sequence[Case]) -> None:
             recipe = methods.make_recipe(config.named_chain, rewards, refills)
             chain = methods.make_chain(loss, recipe)
             reward_names = {reward.name for reward in rewards}
-            scores = make_scores(config.scores)
+            objective = methods.make_objective(loss, longest)
+            scores = method_scores(config.scores, chain.needs, objective)
             grown = make_trees(config.tree, rollout, config.experience.share)
             brought = brought_fields(
                 grown, rollout, config.experience.share, config.has_turns, chain.needs
@@ -184,7 +185,6 @@ def _check_methods(experiment: Experiment, cases: Sequence[Case]) -> None:
             experience.refuse(config.experience, rollout, rewards)
             if rollout.prefixes is not None:
                 prefixes.check(rollout.prefixes, reward_names)
-            methods.make_objective(loss, longest)
         except InputError as error:
             problems.append(f"arms.{arm}: {error}")
     if problems:

@@ -24,7 +24,8 @@ from jaxgrpo.experiments.compare.exchanges import seeds_needed
 
 SHIPPED_EXPERIMENTS = SHIPPED / "experiments"
 MAY_DIFFER = (
-    *("recipe", "advantage", "rewards", "loss", "reference", "optimizer", "tree"),
+    *("recipe", "advantage", "rewards", "scores", "loss", "reference", "optimizer"),
+    *("tree", "experience"),
     *("rollout.group_size", "rollout.prompts", "rollout.prefixes", "train.on_no_live_sample"),
 )
 """The keys of a config, and whole tables, that arms may differ in. All others are locked."""

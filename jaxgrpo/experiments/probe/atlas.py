@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,13 @@ from rich.console import Console
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.contenders import make_contenders
+from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError, without_passwords
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.data.storage import Place
 from jaxgrpo.rewards import RewardFunction, callable_name
 from jaxgrpo.training import fingerprints
+from jaxgrpo.training.collecting.growing import brought_fields, make_trees
 from jaxgrpo.training.processes import peers, process
 from jaxgrpo.training.records.console import show_table
 from jaxgrpo.training.records.logbook import Clock
@@ -69,6 +71,7 @@ def probe_atlas(
                 methods, "--methods", configs.to_tables(config), config.source, run.rewards
             ),
             len(run.inputs.prompts.rows),
+            _brought(config),
         )
         live_groups = functools.partial(run.live_groups, run.learner)
         clock = Clock(lambda phase: None)
@@ -77,6 +80,12 @@ def probe_atlas(
     finally:
         run.inputs.close()
     return {"model": without_passwords(str(target)), **_numbers(atlas)}
+
+
+def _brought(config: Config) -> Collection[str]:
+    """The fields that the samples of a run bring, whatever its method."""
+    rollout, share = config.rollout, config.experience.share
+    return brought_fields(make_trees(config.tree, rollout, share), rollout, share, config.has_turns)
 
 
 def _numbers(atlas: Atlas) -> dict[str, Any]:

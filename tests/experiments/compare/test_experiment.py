@@ -210,6 +210,27 @@ def test_the_judge_of_evaluations_is_the_same_in_every_arm(tmp_path):
     assert cases(tmp_path, arms=noisy)
 
 
+def test_an_arm_may_have_a_teacher_or_experience_that_the_others_have_not(tmp_path):
+    scores = [{"name": "teacher_logp", "policy": "./teacher"}]
+    arms = {
+        "grpo": {"recipe": "grpo"},
+        "taught": {"recipe": "opd", "scores": scores},
+        "again": {"experience": {"share": 0.5}},
+    }
+    by_arm = {case.arm: case.config for case in cases(tmp_path, arms=arms)}
+    assert [len(config.scores) for config in by_arm.values()] == [0, 1, 0]
+    assert by_arm["taught"].scores[0].policy == str(tmp_path / "teacher")
+    assert [config.experience.share for config in by_arm.values()] == [0, 0, 0.5]
+    del arms["again"]
+    experiment = load(tmp_path, arms=arms)
+    command._check_methods(experiment, experiments.make_cases(experiment))
+    experiment = load(tmp_path, arms=arms, set={"scores": scores})
+    with pytest.raises(ConfigError) as caught:
+        command._check_methods(experiment, experiments.make_cases(experiment))
+    (problem,) = caught.value.problems
+    assert problem.startswith("arms.grpo: scores: no part of the method and no loss reads teacher_")
+
+
 def test_differences_are_those_of_the_resolved_configs(tmp_path):
     arms = {
         "grpo": {},

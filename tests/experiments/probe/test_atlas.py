@@ -42,6 +42,7 @@ def refused(tmp_path, methods, message, **options):
         (["grpo", "optimizer.learning_rate=1"], "is no part of a method"),
         (["grpo", "loss.surrogate=clap"], "clap"),
         (["grpo", "alpha_dpg"], "reads base"),
+        (["grpo", "opd"], "opd: reads teacher_logp"),
         (["grpo", f"{__file__}:missing"], "has no 'missing'"),
         (["grpo", "recipe=absent.py:f"], "there is no file"),
         (["grpo", "loss.surrogate=absent.py:f"], "there is no file"),
