@@ -37,7 +37,7 @@ from jaxgrpo.training.processes import process
 from jaxgrpo.training.processes.recovery import MAX_UNSAVED, Keeper, Progress, describe
 from jaxgrpo.training.processes.watchdog import Watchdog
 from jaxgrpo.training.records.console import Display
-from jaxgrpo.training.records.folder import RunFolder
+from jaxgrpo.training.records.folder import RunFolder, refuse_to_forget
 from jaxgrpo.training.records.logbook import Logbook
 from jaxgrpo.training.rewarding import gold_problem
 from jaxgrpo.training.setup import Setup, setup
@@ -79,7 +79,8 @@ def open_run(
     text = process.broadcast(folder.config)
     config, last_config = refuse_other_config(folder.place, text, config)
     checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
-    step, meta = newest_checkpoint(checkpoints, folder, last_config.checkpoint.every)
+    places = folder.place, folder.path
+    step, meta = newest_checkpoint(checkpoints, *places, last_config.checkpoint.every)
     run, facts = set_up(config, meta, setup_options)
     problem = check_rewards(run, folder)
     if step is not None:
@@ -138,13 +139,20 @@ def refuse_other_config(place: Place, text: str | None, config: Config) -> tuple
 
 
 def newest_checkpoint(
-    checkpoints: Checkpoints, folder: RunFolder, save_every: int
+    checkpoints: Checkpoints, place: Place, path: Place, save_every: int
 ) -> tuple[int | None, dict[str, Any]]:
-    """The step that a run continues from and what was saved beside it; (None, {}) at its start."""
+    """The step that a run continues from and what was saved beside it; (None, {}) at its start.
+
+    Args:
+      place, path: as in `refuse_to_forget`.
+      save_every: `checkpoint.every` of its last start.
+
+    Raises: InputError where it has lost what it could continue from, or all steps are damaged.
+    """
     if process.broadcast(checkpoints.latest) is None:
         # Saves may have failed until the run ended, and another may have been under way.
         most_steps = (MAX_UNSAVED + 2) * save_every
-        process.broadcast(lambda: folder.refuse_to_forget(most_steps))
+        process.broadcast(lambda: refuse_to_forget(place, path, most_steps))
         return None, {}
     step = checkpoints.choose()
     return step, checkpoints.meta(step)
