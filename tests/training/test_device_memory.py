@@ -214,6 +214,19 @@ def test_a_control_group_limits_the_memory_of_a_host(tmp_path):
             assert host.memory_bytes(tmp_path, membership) == expected, (line, text)
 
 
+def test_a_kernel_that_does_not_tell_what_a_process_has_taken_is_one_that_does_not_tell(
+    tmp_path, monkeypatch
+):
+    """As gVisor's, which has the file and not the line."""
+    status = tmp_path / "status"
+    monkeypatch.setattr(host, "STATUS", status)
+    assert host.most_taken() is None
+    status.write_text("Name:\tpython\nVmRSS:\t  100 kB\n")
+    assert host.most_taken() is None
+    status.write_text("Name:\tpython\nVmHWM:\t  100 kB\nVmRSS:\t   90 kB\n")
+    assert host.most_taken() == 102_400
+
+
 @pytest.mark.full
 def test_a_dry_run_prints_the_memory_of_a_device(tmp_path, capsys):
     several = {"train.minibatches": 2, "train.num_iterations": 3}
