@@ -26,7 +26,7 @@ from jaxgrpo.models.api import (
     Model,
     ModelConfig,
 )
-from jaxgrpo.models.counts import count_recurrence, count_weights
+from jaxgrpo.models.counts import activations, count_recurrence, count_weights
 from jaxgrpo.models.logprobs import chunk_tokens
 from jaxgrpo.planning.hlo import Collective
 from jaxgrpo.planning.programs import Run, placed, sampler_params, scoring_passes
@@ -196,9 +196,7 @@ def _training_work(run: Run) -> dict[str, Work]:
     )
     trained_bytes = memory.on_device(run.learner.trainable)
     activation_bytes = (
-        memory.activations(blueprint.model, remat)
-        * geometry.tokens
-        / blueprint.mesh.shape["context"]
+        activations(blueprint.model, remat) * geometry.tokens / blueprint.mesh.shape["context"]
     )
     readings = 2 + RECOMPUTED[remat] + blueprint.objective.reads_batch
     micro_bytes = readings * weights + 3 * trained_bytes + 2 * activation_bytes

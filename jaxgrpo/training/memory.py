@@ -22,8 +22,8 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import decoder, lora, low_bit, sharding
-from jaxgrpo.models.api import AttentionKind, DeltaKind, Model
-from jaxgrpo.models.counts import Outputs, count_recurrence, layer_outputs
+from jaxgrpo.models.api import LAYERS, Model
+from jaxgrpo.models.counts import activations
 from jaxgrpo.models.logprobs import LOGITS_PER_CHUNK, chunk_tokens
 from jaxgrpo.models.sharding import AnyMesh
 from jaxgrpo.rollout.exchange import gather_json
@@ -267,37 +267,6 @@ def update_bytes(
         # A bin's tokens are divided over the axis "context".
         "activations": activations(model, remat) * tokens // mesh.shape["context"],
     }
-
-
-def activations(model: Model, remat: decoder.Remat) -> int:
-    """Bytes of a token in an update: what each layer keeps, and one layer at work.
-
-        kept = layers x (hidden states, and what remat says), in the model's dtype
-        work = 2 x E x 4 bytes, values and gradients of E numbers in float32
-        E    = 2 hidden + 2 outputs of the linear maps, 2 hidden at each expert, recurrence
-
-    Of layers of Qwen3-0.6B compiled for a TPU v5e, "full" takes 0.22 MB with four, as counted here;
-    "dots" 18 kB more for each layer (25 here), "none" about 97 kB (106 here, in float32).
-    """
-    config, size = model.config, jnp.dtype(model.config.dtype).itemsize
-    hidden, attended = config.hidden_size, config.num_heads * config.head_dim
-    outputs = [*layer_outputs(model)]
-
-    def layer_bytes(layer: Outputs) -> int:
-        by_attention = attended * isinstance(layer.kind.mixer, AttentionKind)
-        return {
-            "full": hidden * size,
-            "attention": (hidden + by_attention) * size,
-            "dots": layer.products * size,
-            "none": 4 * layer.numbers,
-        }[remat]
-
-    def numbers_at_work(layer: Outputs) -> int:
-        recurs = isinstance(mixer := layer.kind.mixer, DeltaKind)
-        return layer.numbers + (math.ceil(count_recurrence(mixer).numbers) if recurs else 0)
-
-    work = max(8 * numbers_at_work(layer) for layer in outputs)
-    return sum(layer.layers * layer_bytes(layer) for layer in outputs) + work
 
 
 def plan(

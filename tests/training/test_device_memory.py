@@ -25,7 +25,7 @@ from jaxgrpo import advantages, losses
 from jaxgrpo.config.keys import CheckpointKeys
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner
-from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models import counts, decoder, sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.hf import folders
 from jaxgrpo.planning import preview, programs, topologies
@@ -330,7 +330,7 @@ def test_a_micro_batch_has_no_more_tokens_than_fit_beside_what_a_run_keeps(monke
     gradients = 2 * persistent // 3
     head = 2 * 4 * numbers  # as it is read, and its gradient
     beside = gradients + head + 3 * 4 * 256 * QWEN3_0P6B.vocab_size  # and a chunk's logits
-    each = memory.activations(decoder.build(QWEN3_0P6B), "full")
+    each = counts.activations(decoder.build(QWEN3_0P6B), "full")
 
     def fitting(tokens: float) -> int:
         limit = (persistent + beside + tokens * each) / memory.SHARE
