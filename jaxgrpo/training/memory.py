@@ -410,19 +410,25 @@ def sampler_weight_bytes(
     layout, is_cast = sampling_layout(model, target_mesh), model.config.dtype != trained_dtype
     all_weights = _bytes(model.shapes, layout)
     layer_weights = _bytes(model.shapes["blocks"], layout["blocks"])
+    trees = [
+        {part: tree[part] for part in LAYERS if part in tree} for tree in (model.shapes, layout)
+    ]
+    merged_layers = _bytes(*(lora.split(tree)[1] for tree in trees))
     platform = target_mesh.devices.flat[0].platform
     if weight_dtype != "auto":
         sampled = decoder.build(low_bit.sampler_config(model, platform, weight_dtype))
         copy = _bytes(sampled.shapes, sampling_layout(sampled, target_mesh))
         gathered = all_weights if target_mesh != mesh or mesh.shape["fsdp"] > 1 else 0
         moved = layer_weights if target_mesh != mesh else 0
-        return copy + gathered + moved + (layer_weights if platform == "cpu" else 0)
+        return copy + gathered + moved + (merged_layers if platform == "cpu" else 0)
     is_merged = lora.are_merged_to_sample(model, platform)
+    merged = merged_layers * is_merged
     if target_mesh != mesh:
-        return layer_weights * (1 + is_merged) + all_weights
+        return all_weights + layer_weights + merged
     if mesh.shape["fsdp"] > 1 or model.config.lora is None:
-        return all_weights + layer_weights * is_merged
-    return layer_weights + (_bytes(trained(model, model.shapes), trained(model, layout)) * is_cast)
+        return all_weights + merged
+    apart = merged if is_merged else layer_weights
+    return apart + (_bytes(trained(model, model.shapes), trained(model, layout)) * is_cast)
 
 
 def parameters(model: Model, mesh: AnyMesh) -> int:
