@@ -35,6 +35,7 @@ from jaxgrpo.training import memory, method, parameters, rewarding
 from jaxgrpo.training.memory import Memory
 from jaxgrpo.training.pretrained import (
     Pretrained,
+    check_length,
     make_mesh,
     make_sampling_settings,
     own_family,
@@ -114,6 +115,7 @@ def build_run(config: Config, devices: Sequence[Any]) -> Run:
     Raises: InputError where the model, the method, the sizes and the mesh do not fit together.
     """
     model, mesh = read_model_config(config.model, config.lora), make_mesh(config.mesh, devices)
+    check_length(config.rollout, config.model.path, model)
     remat = decoder.choose_remat(config.train.remat, mesh.devices.flat[0].platform)
     built = decoder.build(model, constrain=sharding.constrain(mesh), remat=remat)
     rewards = rewarding.resolve_rewards(config.rewards, config.rollout.max_completion_tokens)

@@ -214,6 +214,10 @@ def test_a_run_that_reads_no_log_probs_has_no_scoring_and_one_of_a_reference_has
         ({"mesh": {"fsdp": 3}}, r"mesh: data 1 x fsdp 3 .* = 3 devices, but there are 4"),
         ({"mesh": {"tensor": 4}}, r"(?s)does not divide.*kv_heads.* 2 is not divisible by 4"),
         ({"rollout.prompts_per_step": 3}, r"rollout.prompts_per_step = 3: must be a multiple of 2"),
+        (
+            {"rollout.max_completion_tokens": 4096},
+            r"max_completion_tokens = 4096 are 4160 tokens.*max_position_embeddings = 4096",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_built_is_refused(changes, message):
