@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -313,18 +313,27 @@ def refuse_too_large(memory: Memory, mesh: Mesh) -> None:
     if memory.peak <= limit:
         return
     parts = "; ".join(f"{name.strip()}: {text}" for name, text in memory.lines(limit).items())
-    sampling = memory.sampler + memory.decode > memory.update
-    remedy = (
-        "fewer rollout.slots, or shorter completions"
-        if sampling
-        else "a smaller train.tokens_per_micro_batch, or mesh.fsdp"
-    )
+    remedy = _remedy(memory, limit)
     if mesh.devices.flat[0].platform == "gpu" and not any(map(os.environ.get, GPU_SHARES)):
         remedy += f"; JAX takes {JAX_SHARE:.0%} of a GPU's memory, with {GPU_SHARES[0]}=0.9 more"
-    raise InputError(
-        f"the run does not fit its devices ({parts}): take {remedy}; model.dtype = "
-        '"bfloat16" halves what is computed with, and more devices share it'
-    )
+    raise InputError(f"the run does not fit its devices ({parts}): take {remedy}")
+
+
+def _remedy(memory: Memory, limit: int) -> str:
+    """What would take less of what takes too much: what is kept, or else the largest phase."""
+    if memory.process + memory.persistent > limit:
+        adapters = "" if memory.frozen else "adapters in place of all weights (lora.rank), "
+        return (
+            f"a smaller model, {adapters}or mesh.fsdp over more devices: what is kept from step to "
+            "step is too much by itself"
+        )
+    remedies = {
+        "fewer rollout.slots, or shorter completions": memory.sampler + memory.decode,
+        "a smaller train.tokens_per_micro_batch, or mesh.fsdp": memory.update,
+        "eval.kl_to_base = false": memory.evaluation,
+    }
+    widths = 'model.dtype = "bfloat16" halves what is computed with, and more devices share it'
+    return f"{max(remedies, key=lambda remedy: remedies[remedy])}; {widths}"
 
 
 def device_bytes(mesh: Mesh) -> int:
@@ -344,17 +353,17 @@ def device_bytes(mesh: Mesh) -> int:
 
 
 def _local_bytes(mesh: Mesh) -> tuple[int, int]:
-    """Bytes of a device of this process, or of its host and how many of its devices share them."""
-    device = mesh.local_devices[0]
+    """Bytes of this process's smallest device, or of its host and how many devices share it."""
+    devices = mesh.local_devices
     try:
-        stats: Mapping[str, int] = device.memory_stats() or {}
-    except jax.errors.JaxRuntimeError:  # it is compiled for, and not here
-        return _published(device.device_kind), 0
-    if "bytes_limit" in stats:
-        return stats["bytes_limit"], 0
-    if device.platform != "cpu":
-        return _published(device.device_kind), 0
-    return host.memory_bytes(), len(mesh.local_devices)
+        stats = [device.memory_stats() or {} for device in devices]
+    except jax.errors.JaxRuntimeError:  # they are compiled for, and not here
+        return _published(devices[0].device_kind), 0
+    if sizes := [entry["bytes_limit"] for entry in stats if "bytes_limit" in entry]:
+        return min(sizes), 0
+    if devices[0].platform != "cpu":
+        return _published(devices[0].device_kind), 0
+    return host.memory_bytes(), len(devices)
 
 
 def _published(kind: str) -> int:
