@@ -180,6 +180,7 @@ def memory_parts(run: Run) -> dict[str, int]:
             blueprint.geometry.tokens,
             blueprint.remat,
             blueprint.logits_per_chunk,
+            blueprint.objective,
         ),
     }
 

@@ -248,7 +248,8 @@ def _update_bytes(run: setup.Setup, compiles: bool) -> int:
         return memory.plan(run.steps.update_program, *sizes, run.learner)
     blueprint = run.blueprint
     sizes = blueprint.model, blueprint.mesh, blueprint.optimizer, blueprint.geometry.tokens
-    return sum(memory.update_bytes(*sizes, blueprint.remat, blueprint.logits_per_chunk).values())
+    passes = blueprint.remat, blueprint.logits_per_chunk, blueprint.objective
+    return sum(memory.update_bytes(*sizes, *passes).values())
 
 
 def _not_built(mesh: Mesh) -> str:

@@ -186,6 +186,7 @@ def fitting_passes(
     optimizer: Any,
     geometry: packing.Geometry,
     persistent: int,
+    objective: Objective | None = None,
 ) -> tuple[int | None, decoder.Remat]:
     """How an update's passes are computed: the logits of a chunk, and what is recomputed.
 
@@ -193,7 +194,7 @@ def fitting_passes(
 
     Args:
       setting: `train.remat`.
-      persistent: as in `fitting_geometry`.
+      persistent, objective: as in `fitting_geometry`.
 
     Returns: (`logits_per_chunk` of `logprobs.token_logprobs`, remat)
     """
@@ -201,7 +202,7 @@ def fitting_passes(
     default = decoder.choose_remat(setting, platform)
 
     def fits(logits: int | None, remat: decoder.Remat) -> bool:
-        parts = update_bytes(model, mesh, optimizer, geometry.tokens, remat, logits)
+        parts = update_bytes(model, mesh, optimizer, geometry.tokens, remat, logits, objective)
         return sum(parts.values()) <= free_beside(mesh, persistent)
 
     chunks = () if platform == "cpu" else (max(LOGITS_PER_CHUNK, n * vocab) for n in CHUNKS)
@@ -219,14 +220,17 @@ def fitting_geometry(
     persistent: int,
     remat: decoder.Remat,
     logits_per_chunk: int | None = None,
+    objective: Objective | None = None,
 ) -> packing.Geometry:
     """The geometry with fewer tokens in a micro-batch, where the activations of those that it has
     by default do not fit beside `update_bytes`; never fewer than the longest sample takes.
 
     Args:
       persistent: bytes of what the run keeps, on each device.
+      objective: as in `update_bytes`.
     """
-    parts = update_bytes(model, mesh, optimizer, geometry.tokens, remat, logits_per_chunk)
+    settings = remat, logits_per_chunk, objective
+    parts = update_bytes(model, mesh, optimizer, geometry.tokens, *settings)
     bytes_per_token = parts.pop("activations") / geometry.tokens
     room = int(free_beside(mesh, persistent + sum(parts.values())) / bytes_per_token)
     sizes, rest = geometry[:4], (geometry.minibatches, room, geometry.has_forks)
@@ -241,6 +245,7 @@ def update_bytes(
     tokens: int,
     remat: decoder.Remat,
     logits_per_chunk: int | None = None,
+    objective: Objective | None = None,
 ) -> dict[str, int]:
     """Working memory of an update on each device, by formula: what for -> bytes.
 
@@ -248,10 +253,13 @@ def update_bytes(
     weights: as they are computed with, if that is another dtype
     head: as the chunks read it, and its gradient of each bin, in float32
     logits: of a chunk of tokens, `LOGITS` times float32
-    activations: what layers keep of a micro-batch's tokens, and one layer at work
+    activations: what layers keep of a micro-batch's tokens, and a period of them at work
+    distributions: that the loss compares: for each the head and its gradient in float32, and an
+      anchor's head as the chunks read it
 
     Args:
       tokens: of a micro-batch, in each bin.
+      objective: None: one that compares no distributions.
     """
     config, tensor = model.config, mesh.shape["tensor"]
     parameter_bytes, _ = training_bytes(model, mesh, optimizer)
@@ -259,6 +267,8 @@ def update_bytes(
     numbers = config.hidden_size * config.vocab_size // tensor
     gathered = numbers * jnp.dtype(config.dtype).itemsize
     chunk = chunk_tokens(config.vocab_size, tokens, logits_per_chunk)
+    anchors = 0 if objective is None else len(objective.anchors)
+    compared = 0 if objective is None else anchors + len(objective.counts)
     return {
         "gradients": 2 * parameter_bytes,
         "weights": parameters(model, mesh) if narrow and config.lora is None else 0,
@@ -266,6 +276,7 @@ def update_bytes(
         "logits": LOGITS * 4 * chunk * config.vocab_size // tensor,
         # A bin's tokens are divided over the axis "context".
         "activations": activations(model, remat) * tokens // mesh.shape["context"],
+        "distributions": compared * 4 * numbers * (1 if config.lora else 2) + anchors * gathered,
     }
 
 

@@ -138,14 +138,14 @@ def _fit_to_devices(
       train: the config's, which may say how many tokens a micro-batch has.
     """
     model, mesh, geometry = blueprint.model, blueprint.mesh, blueprint.geometry
-    persistent = memory.count(blueprint, copies).persistent
+    persistent, objective = memory.count(blueprint, copies).persistent, blueprint.objective
     logits, remat = memory.fitting_passes(
-        train.remat, model, mesh, blueprint.optimizer, geometry, persistent
+        train.remat, model, mesh, blueprint.optimizer, geometry, persistent, objective
     )
     blueprint = blueprint._replace(logits_per_chunk=logits, remat=remat)
     if train.tokens_per_micro_batch is None:
         fitting = memory.fitting_geometry(
-            model, mesh, blueprint.optimizer, geometry, persistent, remat, logits
+            model, mesh, blueprint.optimizer, geometry, persistent, remat, logits, objective
         )
         blueprint = blueprint._replace(geometry=fitting)
     if remat != decoder.choose_remat(train.remat, mesh.devices.flat[0].platform):

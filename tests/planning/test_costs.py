@@ -20,7 +20,7 @@ from jaxgrpo.models.api import AttentionKind, Caller, LayerKind, ModelConfig
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.counts import count_weights
 from jaxgrpo.models.hf import families
-from jaxgrpo.planning import costs, programs, topologies
+from jaxgrpo.planning import costs, plan, programs, topologies
 from jaxgrpo.planning.costs import Work
 from jaxgrpo.planning.hlo import Array, Collective
 from jaxgrpo.planning.traffic import Traffic
@@ -232,6 +232,34 @@ def test_an_update_is_three_passes_of_all_tokens_and_with_adapters_two_of_linear
     assert 1.01 * forward < with_adapters < 1.02 * forward
     expected = 2 * (with_adapters - scores) + 3 * scores
     assert costs.program_work(adapted)["update"].flops == pytest.approx(expected)
+
+
+def test_a_reference_that_an_update_runs_and_logits_that_it_computes_twice_are_counted():
+    full: Any = {"train.remat": "full"}
+    run = planned.run(**full)
+    geometry, config = run.blueprint.geometry, run.blueprint.model.config
+    sizes = geometry.max_prompt_tokens, 8 * 4, geometry.max_completion_tokens
+    forward = costs.forward_flops(run.blueprint.model, 8, *sizes)
+    head = 2 * config.hidden_size * config.vocab_size * 8 * 4 * sizes[-1]
+
+    def counted(**changes: Any) -> tuple[float, float, float]:
+        """Of an update: operations, those that are computed again, bytes of its loss's own."""
+        changed = planned.run(**full, **changes)
+        work = costs.program_work(changed)["update"]
+        return work.flops, work.executed - work.flops, plan.memory_parts(changed)["distributions"]
+
+    again = forward - head  # of the layers
+    numbers = config.hidden_size * config.vocab_size // 2  # of the head, over tensor 2
+    assert counted() == pytest.approx((3 * forward, again, 0))
+    by_sequence = {"surrogate": {"use": "gspo"}}
+    assert counted(loss=by_sequence) == pytest.approx((3 * forward, again + head, 0))
+    whole = {"kl": {"use": "full_kl", "beta": 0.1}}
+    expected = 4 * forward + 3 * head, again + 3 * head, (4 + 4 + 2) * numbers
+    assert counted(loss=whole) == pytest.approx(expected)
+    scores = [{"name": "top", "policy": "base", "quantity": "likeliest"}]
+    shortened = {"kl": {"use": "top_k_divergence", "beta": 1.0, "score": "top", "k": 5}}
+    expected = 3 * forward + 3 * head, again + 2 * head, (4 + 4) * numbers
+    assert counted(loss=shortened, scores=scores) == pytest.approx(expected)
 
 
 EXPERTS = {
