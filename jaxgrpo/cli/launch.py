@@ -101,6 +101,7 @@ class _Job:
         self.first: int | None = None  # exit code of the first that failed
         self.deadline: float | None = None  # when those that are left are killed
         self.ended_processes: set[int] = set()  # processes whose end has been seen
+        self.signals: list[int] = []  # that came so far
 
     def run(self) -> int:
         old_handlers = {n: signal.signal(n, self._pass_on) for n in STOP_SIGNALS if not is_nohup(n)}
@@ -120,19 +121,21 @@ class _Job:
     def _start(self, index: int, environment: Mapping[str, str]) -> None:
         output = tempfile.TemporaryFile() if index else None  # noqa: SIM115 (closed with the job)
         self.outputs.append(output)
-        self.children.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "jaxgrpo", *self.command],
-                env=environment,
-                stdin=subprocess.DEVNULL if index else None,
-                stdout=output,
-                stderr=output,
-                process_group=0,  # Ctrl-C reaches it once: from here
-                preexec_fn=end_with_parent if sys.platform == "linux" else None,
-            )
+        child = subprocess.Popen(
+            [sys.executable, "-m", "jaxgrpo", *self.command],
+            env=environment,
+            stdin=subprocess.DEVNULL if index else None,
+            stdout=output,
+            stderr=output,
+            process_group=0,  # Ctrl-C reaches it once: from here
+            preexec_fn=end_with_parent if sys.platform == "linux" else None,
         )
+        self.children.append(child)
+        for number in dict.fromkeys(self.signals):  # that came before it could be passed on
+            child.send_signal(number)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.signals.append(number)
         for child in self.children:
             if child.poll() is None:
                 child.send_signal(number)

@@ -116,6 +116,7 @@ class Mirror:
           taken the run.
         """
         with self._copying:
+            self._beat()  # a machine that slept hears first that another has taken the run
             if self._new_holder:
                 raise OSError(f"{self.url} was taken by another trainer ({self._new_holder})")
             files = (file for file in self.folder.rglob("*") if file.is_file())
@@ -131,12 +132,13 @@ class Mirror:
                     del self._sent[name]
 
     def close(self) -> None:
-        """Copies once more, says what could not be written, and gives up the lock."""
-        self._end.set()
+        """Copies once more, says what could not be written, and gives up the lock, which is written
+        again until then: a copy may take longer than it counts."""
         try:
             self.copy()
         except OSError as error:
             logger.warning("%s; the files are in %s", error, self.folder)
+        self._end.set()
         for thread in self._threads:
             thread.join()
         try:

@@ -67,9 +67,11 @@ def main(
     remedies = []
     if not run_plan.fits:
         with _telling("looking for what fits"):
-            candidates = fitting.remedies(time.monotonic() if run_plan.planned else began)
+            search_began = time.monotonic() if run_plan.planned else began
+            candidates = fitting.remedies(search_began)
         remedies = [candidate.behind(changes) for candidate in candidates]
-        report.show_remedies(console, remedies)
+        in_time = time.monotonic() < search_began + advice.SECONDS
+        report.show_remedies(console, remedies, in_time)
     searched = list(_search(console, fitting, changes)) if search else []
     extras = {"remedies": [remedy._asdict() for remedy in remedies], "searched": searched}
     code = 0 if run_plan.fits else NO_FIT

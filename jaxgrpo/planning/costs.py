@@ -26,7 +26,7 @@ from jaxgrpo.models.api import (
     Model,
     ModelConfig,
 )
-from jaxgrpo.models.counts import count_recurrence, count_weights
+from jaxgrpo.models.counts import activations, count_recurrence, count_weights
 from jaxgrpo.models.logprobs import chunk_tokens
 from jaxgrpo.planning.hlo import Collective
 from jaxgrpo.planning.programs import Run, placed, sampler_params, scoring_passes
@@ -196,11 +196,10 @@ def _training_work(run: Run) -> dict[str, Work]:
     )
     trained_bytes = memory.on_device(run.learner.trainable)
     activation_bytes = (
-        memory.activations(blueprint.model, remat)
-        * geometry.tokens
-        / blueprint.mesh.shape["context"]
+        activations(blueprint.model, remat) * geometry.tokens / blueprint.mesh.shape["context"]
     )
-    readings = 2 + RECOMPUTED[remat] + blueprint.objective.reads_batch
+    objective = blueprint.objective
+    readings = 2 + RECOMPUTED[remat] + objective.reads_batch + len(objective.anchors)
     micro_bytes = readings * weights + 3 * trained_bytes + 2 * activation_bytes
     read = micro * micro_bytes + 2 * (trained_bytes + memory.on_device(run.learner.opt_state))
     calls = train.num_iterations * train.minibatches
@@ -219,19 +218,27 @@ def _update_flops(run: Run, width: int, samples: int, steps: int) -> tuple[float
     Three passes, the forward one and two for gradients: of what each product reads, and of weights,
     which under adapters have none. Scores and recurrences are products of what was computed, and
     take all three.
+    A distribution that the loss compares takes the head's products once more, and an anchor a
+    forward pass. Where the loss of a token depends on others, logits are computed again in the
+    backward pass; of distributions they always are, and recurrences too.
     """
     blueprint, prompts = run.blueprint, run.blueprint.geometry.num_prompts
-    config, remat = blueprint.model.config, blueprint.remat
+    config, remat, objective = blueprint.model.config, blueprint.remat, blueprint.objective
     forward = forward_flops(blueprint.model, prompts, width, samples, steps)
+    head = 2.0 * samples * steps * config.hidden_size * config.vocab_size
+    anchors = len(objective.anchors)
+    compared = anchors + len(objective.counts)
     attended = prompts * attention_flops(config, 0, width)
     attended += samples * attention_flops(config, width, steps)
-    flops = (3 + blueprint.objective.reads_batch) * forward
+    flops = (3 + objective.reads_batch + anchors) * forward + 3 * compared * head
     if config.lora is not None:
-        flops -= forward - attended
-    again = forward - 2.0 * samples * steps * config.hidden_size * config.vocab_size
+        flops -= forward - attended + compared * head
+    recurrence = _recurrence_flops(config.kinds, prompts * width + samples * steps)
+    again = forward - head
     if remat == "attention":  # which is kept, but for recurrences
-        again -= attended - _recurrence_flops(config.kinds, prompts * width + samples * steps)
-    return flops, flops + RECOMPUTED[remat] * again
+        again -= attended - recurrence
+    logits_again = 0 if objective.per_token else 1 + compared + anchors
+    return flops, flops + RECOMPUTED[remat] * again + recurrence + logits_again * head
 
 
 def _scoring_work(

@@ -180,6 +180,7 @@ def memory_parts(run: Run) -> dict[str, int]:
             blueprint.geometry.tokens,
             blueprint.remat,
             blueprint.logits_per_chunk,
+            blueprint.objective,
         ),
     }
 
@@ -232,14 +233,15 @@ def _read(run: Run, program: Program, topology: Topology, dump: Any) -> Planned:
 
 
 def _beside(run: Run, program: Program) -> int:
-    """Bytes of the run's state that a program does not read."""
+    """Bytes of the run's state that a program does not read, and, while it samples, of what a sync
+    has left."""
     arguments = program.arguments
     if program.name == "sync":  # it is given the state, and reads the policy
         arguments = (run.learner.trainable, run.learner.frozen.get(WEIGHTS))
     argument_ids = {id(leaf) for leaf in jax.tree.leaves(arguments)}
-    return memory.on_device(
-        [leaf for leaf in jax.tree.leaves(run.learner) if id(leaf) not in argument_ids]
-    )
+    unread = [leaf for leaf in jax.tree.leaves(run.learner) if id(leaf) not in argument_ids]
+    left = programs.left_by_sync(run) if program.name in ("prefill", "decode") else {}
+    return memory.on_device((unread, left))
 
 
 def each_axis(collectives: Sequence[Collective]) -> dict[tuple[str, tuple[str, ...]], float]:

@@ -192,14 +192,15 @@ class _EarlierRun(NamedTuple):
 def _find_earlier_run(config: Config) -> _EarlierRun | None:
     """The run that `train --resume auto` would continue; None: the folder holds none.
 
-    Raises: InputError where it began with another config.
+    Raises: InputError where it began with another config, and where it could not continue.
     """
     place = storage.place(config.run.dir)
     if not (file := place / "config.toml").exists():
         return None
-    config, _ = opening.refuse_other_config(place, read_text(file), config)
+    config, last_config = opening.refuse_other_config(place, read_text(file), config)
     with Checkpoints(place / "checkpoints", config.checkpoint.keep) as checkpoints:
-        step = checkpoints.latest()
+        places, every = (place, place), last_config.checkpoint.every
+        step, meta = opening.newest_checkpoint(checkpoints, *places, every)
         if step is None:
             return _EarlierRun(config, {}, f"{place}, from its beginning: it has no checkpoint")
         summary = (
@@ -207,7 +208,7 @@ def _find_earlier_run(config: Config) -> _EarlierRun | None:
         )
         if config.run.allow_changes:
             summary += f", but for {', '.join(config.run.allow_changes)}, which may change"
-        return _EarlierRun(config, checkpoints.meta(step), summary)
+        return _EarlierRun(config, meta, summary)
 
 
 def _start(console: Console, sizes: MeshKeys, keys: PlanKeys) -> Mesh | None:
@@ -247,7 +248,8 @@ def _update_bytes(run: setup.Setup, compiles: bool) -> int:
         return memory.plan(run.steps.update_program, *sizes, run.learner)
     blueprint = run.blueprint
     sizes = blueprint.model, blueprint.mesh, blueprint.optimizer, blueprint.geometry.tokens
-    return sum(memory.update_bytes(*sizes, blueprint.remat, blueprint.logits_per_chunk).values())
+    passes = blueprint.remat, blueprint.logits_per_chunk, blueprint.objective
+    return sum(memory.update_bytes(*sizes, *passes).values())
 
 
 def _not_built(mesh: Mesh) -> str:

@@ -26,7 +26,7 @@ from jaxgrpo.core.scores import Score, ScoringPass, passes
 from jaxgrpo.core.types import WEIGHTS, Learner
 from jaxgrpo.data import sources
 from jaxgrpo.models import decoder, lora, sharding
-from jaxgrpo.models.api import ModelConfig
+from jaxgrpo.models.api import LAYERS, ModelConfig
 from jaxgrpo.models.hf import families, folders
 from jaxgrpo.rollout.dialogue import FORK
 from jaxgrpo.rollout.slots.capacity import Sizes, chunk_shape
@@ -35,6 +35,7 @@ from jaxgrpo.training import memory, method, parameters, rewarding
 from jaxgrpo.training.memory import Memory
 from jaxgrpo.training.pretrained import (
     Pretrained,
+    check_length,
     make_mesh,
     make_sampling_settings,
     own_family,
@@ -114,6 +115,7 @@ def build_run(config: Config, devices: Sequence[Any]) -> Run:
     Raises: InputError where the model, the method, the sizes and the mesh do not fit together.
     """
     model, mesh = read_model_config(config.model, config.lora), make_mesh(config.mesh, devices)
+    check_length(config.rollout, config.model.path, model)
     remat = decoder.choose_remat(config.train.remat, mesh.devices.flat[0].platform)
     built = decoder.build(model, constrain=sharding.constrain(mesh), remat=remat)
     rewards = rewarding.resolve_rewards(config.rewards, config.rollout.max_completion_tokens)
@@ -231,6 +233,20 @@ def is_moved(run: Run) -> bool:
     if blueprint.model.config.lora is not None and in_place:
         return not _alike(lora.split(params)[0], learner.trainable)
     return not _alike(params, params_of(learner))
+
+
+def left_by_sync(run: Run) -> Any:
+    """The shapes of what `sync` gives and stays beside a copy that the sampler makes of it, with
+    adapters merged or in 8 bits; {}: it makes none, or makes it of what is trained."""
+    params, config = sampler_params(run), run.blueprint.model.config
+    sampled = run.engine.programs.model.config
+    if sampled == config or not is_moved(run):
+        return {}
+    if sampled.weight_dtype is not None:
+        return params
+    if run.blueprint.mesh.shape["fsdp"] == 1 and not run.blueprint.has_two_meshes:
+        return lora.split(params)[0]  # cast; the weights are those under them
+    return {part: params[part] for part in LAYERS if part in params}  # others are not copied
 
 
 def _alike(left: Any, right: Any) -> bool:

@@ -62,8 +62,15 @@ def show_compiled(console: Console, plan: Plan) -> None:
     _verdict(console, plan)
 
 
-def show_remedies(console: Console, remedies: list[Candidate]) -> None:
-    """Prints what should fit. A line is not broken, so that it can be copied."""
+def show_remedies(console: Console, remedies: list[Candidate], in_time: bool = True) -> None:
+    """Prints what should fit. A line is not broken, so that it can be copied.
+
+    Args: in_time: whether all that may change was tried before the time for it was over.
+    """
+    if not (remedies or in_time):
+        console.print(f"nothing was found that should fit in {advice.SECONDS:g} s, and not all was")
+        console.print("tried: try meshes, rollout.slots, train.remat, lora.rank by --formula --set")
+        return
     if not remedies:
         console.print("no mesh, micro-batch, slots, remat or LoRA was found that should fit: take")
         console.print("more or larger chips, a smaller model, or shorter prompts and completions")

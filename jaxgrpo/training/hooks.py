@@ -38,6 +38,7 @@ from jaxgrpo.training.records.folder import plain
 from jaxgrpo.training.records.reading import evaluation_metrics
 from jaxgrpo.training.resets import is_better, make_resetter, refuse_unknown_best, see
 from jaxgrpo.training.stored_policy import policy_for_run
+from jaxgrpo.update.forward import Blueprint
 
 OnStep = Callable[[int, dict[str, float]], object]
 """Called after a step with its number and metrics."""
@@ -110,7 +111,8 @@ def step_flops(
     Args:
       sampled: W, the numbers in the layers' linear maps and the head; 0 where nothing is drawn.
       trained: V, those of all passes of scoring, and 3 W for each update, 2 W with adapters; W more
-        where the loss sees groups.
+        where the loss sees groups, and for a reference that the update runs; the head's again, as
+        often, for each distribution that the loss compares.
       values: metrics of the step.
     """
     masks = rollouts.prompt_mask, rollouts.token_mask
@@ -121,19 +123,26 @@ def step_flops(
     return 2.0 * (sampled * drawn + trained * live)
 
 
+def count_trained(blueprint: Blueprint) -> int:
+    """V of `step_flops`."""
+    objective, weights = blueprint.objective, count_weights(blueprint.model)
+    with_gradient = 2 if blueprint.model.config.lora else 3
+    update_passes = with_gradient + objective.reads_batch + len(objective.anchors)
+    compared = len(objective.anchors) + len(objective.counts)
+    trained = update_passes * weights.work + compared * with_gradient * weights.head
+    trained *= blueprint.num_iterations
+    for scoring_pass, _ in passes(blueprint.scores, blueprint.scored):
+        model = blueprint.policy_model(scoring_pass.policy)
+        trained += round(scoring_pass.share * count_weights(model).work)
+    return trained
+
+
 def count_work(opened: OpenRun) -> Hook:
     """Adds up tokens, operations and seconds, and says once per reward what it failed with."""
     progress, display = opened.keeper.progress, opened.display
     blueprint = opened.run.blueprint
-    update_passes = (2 if blueprint.model.config.lora else 3) + bool(
-        blueprint.objective.batch_fields
-    )
-    work = count_weights(blueprint.model).work
-    sampled = 0 if blueprint.trains_texts else work
-    trained = update_passes * blueprint.num_iterations * work
-    for scoring_pass, _ in passes(blueprint.scores, blueprint.scored):
-        model = blueprint.policy_model(scoring_pass.policy)
-        trained += round(scoring_pass.share * count_weights(model).work)
+    sampled = 0 if blueprint.trains_texts else count_weights(blueprint.model).work
+    trained = count_trained(blueprint)
 
     def hook(step: StepEnd) -> StepEnd:
         progress.tokens += step.values["num_tokens"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -22,8 +22,8 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import decoder, lora, low_bit, sharding
-from jaxgrpo.models.api import AttentionKind, DeltaKind, Model
-from jaxgrpo.models.counts import Outputs, count_recurrence, layer_outputs
+from jaxgrpo.models.api import LAYERS, Model
+from jaxgrpo.models.counts import activations
 from jaxgrpo.models.logprobs import LOGITS_PER_CHUNK, chunk_tokens
 from jaxgrpo.models.sharding import AnyMesh
 from jaxgrpo.rollout.exchange import gather_json
@@ -186,6 +186,7 @@ def fitting_passes(
     optimizer: Any,
     geometry: packing.Geometry,
     persistent: int,
+    objective: Objective | None = None,
 ) -> tuple[int | None, decoder.Remat]:
     """How an update's passes are computed: the logits of a chunk, and what is recomputed.
 
@@ -193,7 +194,7 @@ def fitting_passes(
 
     Args:
       setting: `train.remat`.
-      persistent: as in `fitting_geometry`.
+      persistent, objective: as in `fitting_geometry`.
 
     Returns: (`logits_per_chunk` of `logprobs.token_logprobs`, remat)
     """
@@ -201,7 +202,7 @@ def fitting_passes(
     default = decoder.choose_remat(setting, platform)
 
     def fits(logits: int | None, remat: decoder.Remat) -> bool:
-        parts = update_bytes(model, mesh, optimizer, geometry.tokens, remat, logits)
+        parts = update_bytes(model, mesh, optimizer, geometry.tokens, remat, logits, objective)
         return sum(parts.values()) <= free_beside(mesh, persistent)
 
     chunks = () if platform == "cpu" else (max(LOGITS_PER_CHUNK, n * vocab) for n in CHUNKS)
@@ -219,14 +220,17 @@ def fitting_geometry(
     persistent: int,
     remat: decoder.Remat,
     logits_per_chunk: int | None = None,
+    objective: Objective | None = None,
 ) -> packing.Geometry:
     """The geometry with fewer tokens in a micro-batch, where the activations of those that it has
     by default do not fit beside `update_bytes`; never fewer than the longest sample takes.
 
     Args:
       persistent: bytes of what the run keeps, on each device.
+      objective: as in `update_bytes`.
     """
-    parts = update_bytes(model, mesh, optimizer, geometry.tokens, remat, logits_per_chunk)
+    settings = remat, logits_per_chunk, objective
+    parts = update_bytes(model, mesh, optimizer, geometry.tokens, *settings)
     bytes_per_token = parts.pop("activations") / geometry.tokens
     room = int(free_beside(mesh, persistent + sum(parts.values())) / bytes_per_token)
     sizes, rest = geometry[:4], (geometry.minibatches, room, geometry.has_forks)
@@ -241,6 +245,7 @@ def update_bytes(
     tokens: int,
     remat: decoder.Remat,
     logits_per_chunk: int | None = None,
+    objective: Objective | None = None,
 ) -> dict[str, int]:
     """Working memory of an update on each device, by formula: what for -> bytes.
 
@@ -248,10 +253,13 @@ def update_bytes(
     weights: as they are computed with, if that is another dtype
     head: as the chunks read it, and its gradient of each bin, in float32
     logits: of a chunk of tokens, `LOGITS` times float32
-    activations: what layers keep of a micro-batch's tokens, and one layer at work
+    activations: what layers keep of a micro-batch's tokens, and a period of them at work
+    distributions: that the loss compares: for each the head and its gradient in float32, and an
+      anchor's head as the chunks read it
 
     Args:
       tokens: of a micro-batch, in each bin.
+      objective: None: one that compares no distributions.
     """
     config, tensor = model.config, mesh.shape["tensor"]
     parameter_bytes, _ = training_bytes(model, mesh, optimizer)
@@ -259,6 +267,8 @@ def update_bytes(
     numbers = config.hidden_size * config.vocab_size // tensor
     gathered = numbers * jnp.dtype(config.dtype).itemsize
     chunk = chunk_tokens(config.vocab_size, tokens, logits_per_chunk)
+    anchors = 0 if objective is None else len(objective.anchors)
+    compared = 0 if objective is None else anchors + len(objective.counts)
     return {
         "gradients": 2 * parameter_bytes,
         "weights": parameters(model, mesh) if narrow and config.lora is None else 0,
@@ -266,38 +276,8 @@ def update_bytes(
         "logits": LOGITS * 4 * chunk * config.vocab_size // tensor,
         # A bin's tokens are divided over the axis "context".
         "activations": activations(model, remat) * tokens // mesh.shape["context"],
+        "distributions": compared * 4 * numbers * (1 if config.lora else 2) + anchors * gathered,
     }
-
-
-def activations(model: Model, remat: decoder.Remat) -> int:
-    """Bytes of a token in an update: what each layer keeps, and one layer at work.
-
-        kept = layers x (hidden states, and what remat says), in the model's dtype
-        work = 2 x E x 4 bytes, values and gradients of E numbers in float32
-        E    = 2 hidden + 2 outputs of the linear maps, 2 hidden at each expert, recurrence
-
-    Of layers of Qwen3-0.6B compiled for a TPU v5e, "full" takes 0.22 MB with four, as counted here;
-    "dots" 18 kB more for each layer (25 here), "none" about 97 kB (106 here, in float32).
-    """
-    config, size = model.config, jnp.dtype(model.config.dtype).itemsize
-    hidden, attended = config.hidden_size, config.num_heads * config.head_dim
-    outputs = [*layer_outputs(model)]
-
-    def layer_bytes(layer: Outputs) -> int:
-        by_attention = attended * isinstance(layer.kind.mixer, AttentionKind)
-        return {
-            "full": hidden * size,
-            "attention": (hidden + by_attention) * size,
-            "dots": layer.products * size,
-            "none": 4 * layer.numbers,
-        }[remat]
-
-    def numbers_at_work(layer: Outputs) -> int:
-        recurs = isinstance(mixer := layer.kind.mixer, DeltaKind)
-        return layer.numbers + (math.ceil(count_recurrence(mixer).numbers) if recurs else 0)
-
-    work = max(8 * numbers_at_work(layer) for layer in outputs)
-    return sum(layer.layers * layer_bytes(layer) for layer in outputs) + work
 
 
 def plan(
@@ -344,18 +324,27 @@ def refuse_too_large(memory: Memory, mesh: Mesh) -> None:
     if memory.peak <= limit:
         return
     parts = "; ".join(f"{name.strip()}: {text}" for name, text in memory.lines(limit).items())
-    sampling = memory.sampler + memory.decode > memory.update
-    remedy = (
-        "fewer rollout.slots, or shorter completions"
-        if sampling
-        else "a smaller train.tokens_per_micro_batch, or mesh.fsdp"
-    )
+    remedy = _remedy(memory, limit)
     if mesh.devices.flat[0].platform == "gpu" and not any(map(os.environ.get, GPU_SHARES)):
         remedy += f"; JAX takes {JAX_SHARE:.0%} of a GPU's memory, with {GPU_SHARES[0]}=0.9 more"
-    raise InputError(
-        f"the run does not fit its devices ({parts}): take {remedy}; model.dtype = "
-        '"bfloat16" halves what is computed with, and more devices share it'
-    )
+    raise InputError(f"the run does not fit its devices ({parts}): take {remedy}")
+
+
+def _remedy(memory: Memory, limit: int) -> str:
+    """What would take less of what takes too much: what is kept, or else the largest phase."""
+    if memory.process + memory.persistent > limit:
+        adapters = "" if memory.frozen else "adapters in place of all weights (lora.rank), "
+        return (
+            f"a smaller model, {adapters}or mesh.fsdp over more devices: what is kept from step to "
+            "step is too much by itself"
+        )
+    remedies = {
+        "fewer rollout.slots, or shorter completions": memory.sampler + memory.decode,
+        "a smaller train.tokens_per_micro_batch, or mesh.fsdp": memory.update,
+        "eval.kl_to_base = false": memory.evaluation,
+    }
+    widths = 'model.dtype = "bfloat16" halves what is computed with, and more devices share it'
+    return f"{max(remedies, key=lambda remedy: remedies[remedy])}; {widths}"
 
 
 def device_bytes(mesh: Mesh) -> int:
@@ -375,17 +364,17 @@ def device_bytes(mesh: Mesh) -> int:
 
 
 def _local_bytes(mesh: Mesh) -> tuple[int, int]:
-    """Bytes of a device of this process, or of its host and how many of its devices share them."""
-    device = mesh.local_devices[0]
+    """Bytes of this process's smallest device, or of its host and how many devices share it."""
+    devices = mesh.local_devices
     try:
-        stats: Mapping[str, int] = device.memory_stats() or {}
-    except jax.errors.JaxRuntimeError:  # it is compiled for, and not here
-        return _published(device.device_kind), 0
-    if "bytes_limit" in stats:
-        return stats["bytes_limit"], 0
-    if device.platform != "cpu":
-        return _published(device.device_kind), 0
-    return host.memory_bytes(), len(mesh.local_devices)
+        stats = [device.memory_stats() or {} for device in devices]
+    except jax.errors.JaxRuntimeError:  # they are compiled for, and not here
+        return _published(devices[0].device_kind), 0
+    if sizes := [entry["bytes_limit"] for entry in stats if "bytes_limit" in entry]:
+        return min(sizes), 0
+    if devices[0].platform != "cpu":
+        return _published(devices[0].device_kind), 0
+    return host.memory_bytes(), len(devices)
 
 
 def _published(kind: str) -> int:
@@ -441,19 +430,25 @@ def sampler_weight_bytes(
     layout, is_cast = sampling_layout(model, target_mesh), model.config.dtype != trained_dtype
     all_weights = _bytes(model.shapes, layout)
     layer_weights = _bytes(model.shapes["blocks"], layout["blocks"])
+    trees = [
+        {part: tree[part] for part in LAYERS if part in tree} for tree in (model.shapes, layout)
+    ]
+    merged_layers = _bytes(*(lora.split(tree)[1] for tree in trees))
     platform = target_mesh.devices.flat[0].platform
     if weight_dtype != "auto":
         sampled = decoder.build(low_bit.sampler_config(model, platform, weight_dtype))
         copy = _bytes(sampled.shapes, sampling_layout(sampled, target_mesh))
         gathered = all_weights if target_mesh != mesh or mesh.shape["fsdp"] > 1 else 0
         moved = layer_weights if target_mesh != mesh else 0
-        return copy + gathered + moved + (layer_weights if platform == "cpu" else 0)
+        return copy + gathered + moved + (merged_layers if platform == "cpu" else 0)
     is_merged = lora.are_merged_to_sample(model, platform)
+    merged = merged_layers * is_merged
     if target_mesh != mesh:
-        return layer_weights * (1 + is_merged) + all_weights
+        return all_weights + layer_weights + merged
     if mesh.shape["fsdp"] > 1 or model.config.lora is None:
-        return all_weights + layer_weights * is_merged
-    return layer_weights + (_bytes(trained(model, model.shapes), trained(model, layout)) * is_cast)
+        return all_weights + merged
+    apart = merged if is_merged else layer_weights
+    return apart + (_bytes(trained(model, model.shapes), trained(model, layout)) * is_cast)
 
 
 def parameters(model: Model, mesh: AnyMesh) -> int:

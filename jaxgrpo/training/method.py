@@ -138,24 +138,26 @@ def _fit_to_devices(
       train: the config's, which may say how many tokens a micro-batch has.
     """
     model, mesh, geometry = blueprint.model, blueprint.mesh, blueprint.geometry
-    persistent = memory.count(blueprint, copies).persistent
+    persistent, objective = memory.count(blueprint, copies).persistent, blueprint.objective
     logits, remat = memory.fitting_passes(
-        train.remat, model, mesh, blueprint.optimizer, geometry, persistent
+        train.remat, model, mesh, blueprint.optimizer, geometry, persistent, objective
     )
     blueprint = blueprint._replace(logits_per_chunk=logits, remat=remat)
     if train.tokens_per_micro_batch is None:
         fitting = memory.fitting_geometry(
-            model, mesh, blueprint.optimizer, geometry, persistent, remat, logits
+            model, mesh, blueprint.optimizer, geometry, persistent, remat, logits, objective
         )
         blueprint = blueprint._replace(geometry=fitting)
     if remat != decoder.choose_remat(train.remat, mesh.devices.flat[0].platform):
         rebuilt = decoder.build(model.config, constrain=sharding.constrain(mesh), remat=remat)
         blueprint = blueprint._replace(model=rebuilt)
     settings, sampling_mesh = blueprint.sampling, blueprint.samples_on
+    weights = memory.weights_to_sample(model, mesh, sampling_mesh, settings.weight_dtype)
+    free = memory.free_beside(mesh, persistent + weights)
     engine = share(
-        "engine",
-        lambda: _make_engine(pretrained, settings, sampling_mesh, geometry, persistent),
+        "engine", lambda: _make_engine(pretrained, settings, sampling_mesh, geometry, free)
     )
+    engine.limit(free)  # a run that shares it may keep more beside it
     slots = engine.slots_for(geometry.num_prompts, geometry.group_size)
     blueprint = blueprint._replace(sampling=blueprint.sampling._replace(slots=slots))
     usage = memory.count(blueprint, copies)
@@ -167,18 +169,14 @@ def _make_engine(
     settings: SamplingSettings,
     mesh: Mesh,
     geometry: packing.Geometry,
-    persistent: int,
+    free: int,
 ) -> SlotEngine:
     """The engine of a run, for its steps and its evaluations.
 
     Args:
       mesh: that it samples on.
-      persistent: bytes of what the run keeps, on each device.
+      free: bytes of each device that it may take.
     """
-    weights = memory.weights_to_sample(
-        pretrained.model, pretrained.mesh, mesh, settings.weight_dtype
-    )
-    free = memory.free_beside(mesh, persistent + weights)
     sampled, width = pretrained.model_on(mesh), geometry.max_prompt_tokens
     engine = SlotEngine(sampled, settings, mesh, width=width, free=free)
     engine.expect(geometry.group_size, BATCHES)

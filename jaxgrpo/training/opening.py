@@ -39,6 +39,7 @@ from jaxgrpo.training.processes.watchdog import Watchdog
 from jaxgrpo.training.records.console import Display
 from jaxgrpo.training.records.folder import RunFolder
 from jaxgrpo.training.records.logbook import Logbook
+from jaxgrpo.training.records.reading import read_metrics, sample_steps
 from jaxgrpo.training.rewarding import gold_problem
 from jaxgrpo.training.setup import Setup, setup
 from jaxgrpo.training.step_files import refuse_other_step
@@ -80,7 +81,8 @@ def open_run(
     text = process.broadcast(folder.config)
     config, last_config = refuse_other_config(folder.place, text, config)
     checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
-    step, meta = newest_checkpoint(checkpoints, folder, last_config.checkpoint.every)
+    places = folder.place, folder.path
+    step, meta = newest_checkpoint(checkpoints, *places, last_config.checkpoint.every)
     run, facts = set_up(config, meta, setup_options)
     problem = check_rewards(run, folder)
     if step is not None:
@@ -138,14 +140,48 @@ def refuse_other_config(place: Place, text: str | None, config: Config) -> tuple
     return config, last_config
 
 
+def refuse_to_forget(place: Place, path: Place, most_steps: int) -> None:
+    """Raises: InputError where a run has no checkpoint to go on from, and must have had one.
+
+    A run that was killed before its first checkpoint was complete, or whose disk was full, may
+    start again: it logs the same lines again. One that ended, whose folder of checkpoints is
+    gone, or that has logged more steps than that, has lost what it could continue from.
+
+    Args:
+      place, path: of a `RunFolder`; of one in a bucket both may be the bucket's.
+      most_steps: that a run may log before its first checkpoint is complete.
+    """
+    logged = [entry["step"] for entry in read_metrics(path)] + sample_steps(path)
+    if not logged:
+        return
+    checkpoints = place / "checkpoints"
+    # A bucket has no empty folders: one that is gone looks like one not yet begun.
+    is_missing = not storage.is_url(place) and not checkpoints.is_dir()
+    has_ended = (path / "summary.json").exists()
+    if is_missing or has_ended or max(logged) > most_steps:
+        raise InputError(
+            f"{place} holds the metrics of {max(logged)} steps and no checkpoint to go on "
+            f"from ({checkpoints} {'does not exist' if is_missing else 'holds none'}); "
+            "starting at step 1 would do it all again: put the checkpoints back, or start "
+            "again without --resume and with another run.dir, or move this folder away"
+        )
+
+
 def newest_checkpoint(
-    checkpoints: Checkpoints, folder: RunFolder, save_every: int
+    checkpoints: Checkpoints, place: Place, path: Place, save_every: int
 ) -> tuple[int | None, dict[str, Any]]:
-    """The step that a run continues from and what was saved beside it; (None, {}) at its start."""
+    """The step that a run continues from and what was saved beside it; (None, {}) at its start.
+
+    Args:
+      place, path: as in `refuse_to_forget`.
+      save_every: `checkpoint.every` of its last start.
+
+    Raises: InputError where it has lost what it could continue from, or all steps are damaged.
+    """
     if process.broadcast(checkpoints.latest) is None:
         # Saves may have failed until the run ended, and another may have been under way.
         most_steps = (MAX_UNSAVED + 2) * save_every
-        process.broadcast(lambda: folder.refuse_to_forget(most_steps))
+        process.broadcast(lambda: refuse_to_forget(place, path, most_steps))
         return None, {}
     step = checkpoints.choose()
     return step, checkpoints.meta(step)

@@ -91,7 +91,13 @@ def make_resetter(keys: ReferenceKeys, evaluated_every: int, blueprint: Blueprin
     names = kl_metrics(blueprint.chain, blueprint.objective)
     model, mesh, optimizer = blueprint.model, blueprint.mesh, blueprint.optimizer
     layout = (trained_layout(model, mesh), opt_layout(model, mesh, optimizer))
-    fresh = jax.jit(functools.partial(fresh_parts, optimizer), out_shardings=layout)
+    # What is replaced is written over: a device need not hold it twice.
+    fresh = jax.jit(
+        functools.partial(fresh_parts, optimizer),
+        out_shardings=layout,
+        donate_argnums=(1, 2),
+        keep_unused=True,
+    )
 
     def reset(
         learner: Learner, resets: Resets, number: int, values: Mapping[str, float]

@@ -55,6 +55,9 @@ _INPUT_KEYS = (
 )
 _LAYOUT_KEYS = ("train.tokens_per_micro_batch", "train.remat", "train.routing")
 _COUNT_KEYS = ("train.steps", "train.num_iterations", "train.minibatches")
+_CHAT_KEYS = tuple(
+    f"data.{name}" for name in ("history", "chat_template", "chat_template_kwargs", "template_time")
+)
 _STEP_KEYS = ("loss", "optimizer", "train.on_no_live_sample", COEFFICIENT, RATE)
 _UPDATE_KEYS = (
     *(*_SAMPLING_KEYS, *_STEP_KEYS, *_COUNT_KEYS, *_LAYOUT_KEYS),
@@ -62,11 +65,12 @@ _UPDATE_KEYS = (
 )
 _METHOD_KEYS = (
     *("recipe", "advantage", "rewards", "scores"),
-    *("reference.ema_decay", "data.answer_cuts", "data.history", "experience.share"),
+    *("reference", "eval.data", "eval.kl_to_base", "data.answer_cuts", "experience.share"),
+    *_CHAT_KEYS,
 )
 DEPENDS: dict[str, tuple[str, ...]] = {
     "inputs": _INPUT_KEYS,
-    "engine": _SAMPLING_KEYS,
+    "engine": (*_SAMPLING_KEYS, *_CHAT_KEYS),
     "update": _UPDATE_KEYS,
     "method": (*_UPDATE_KEYS, *_METHOD_KEYS),
     "evaluator": (*_SAMPLING_KEYS, *_INPUT_KEYS, "rewards", "train.tokens_per_micro_batch"),

@@ -7,6 +7,7 @@ import io
 import json
 
 import numpy as np
+import planned
 import pytest
 import small_run
 from rich.console import Console
@@ -19,6 +20,8 @@ from jaxgrpo.models import decoder
 from jaxgrpo.models.api import LoraConfig
 from jaxgrpo.models.counts import count_weights
 from jaxgrpo.models.hf import folders
+from jaxgrpo.planning import topologies
+from jaxgrpo.training import hooks
 from jaxgrpo.training.loop import train
 
 TRUE = {"ceiling": 0.61, "middle": 2542.0, "steepness": 1.92}  # ScaleRL's 8B run at 14k tokens
@@ -154,6 +157,24 @@ def test_the_fit_of_a_run_fits_a_terminal_of_80_columns():
     lines = screen.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert sum("(0.123 to 1.23e+04)" in line for line in lines) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "passes", "heads"),
+    [
+        ({}, 3, 0),
+        ({"train.num_iterations": 2}, 6, 0),
+        ({"lora": {"rank": 4, "alpha": 4.0}}, 2, 0),
+        ({"loss": {"surrogate": {"use": "gvpo"}}}, 4, 0),
+        ({"loss": {"kl": {"use": "k2", "beta": 0.1}}}, 4, 0),
+        ({"loss": {"kl": {"use": "full_kl", "beta": 0.1}}}, 4, 3),
+        ({"loss": {"kl": {"use": "full_kl", "beta": 0.1}}, "train.num_iterations": 2}, 8, 6),
+    ],
+)
+def test_passes_of_all_weights_and_of_the_head_alone_are_counted(changes, passes, heads):
+    blueprint = planned.run(devices=topologies.stand_ins("v5e:2x2", 1), **changes).blueprint
+    weights = count_weights(blueprint.model)
+    assert hooks.count_trained(blueprint) == passes * weights.work + heads * weights.head
 
 
 @pytest.mark.full

@@ -201,6 +201,25 @@ def test_a_remedy_is_printed_as_set_takes_it_in_one_line(small, capsys):
     assert (read.train.remat, read.lora.rank) == ("full", advice.LORA["lora.rank"])
 
 
+def test_a_search_that_ran_out_of_time_does_not_say_that_nothing_fits(
+    small, uncompiled, monkeypatch, capsys
+):
+    chips = topologies.topology("v5e:2x2")
+    tiny = chips._replace(chip=chips.chip._replace(memory=1))
+    monkeypatch.setattr(topologies, "topology", lambda *_: tiny)
+    monkeypatch.setattr(advice, "SECONDS", 0.0)
+    arguments = ["plan", small(), "--topology", "v5e:2x2"]
+    assert main(arguments) == command.NO_FIT
+    text = " ".join(capsys.readouterr().out.split())
+    assert "nothing was found that should fit in 0 s, and not all was tried" in text
+    assert "more or larger chips" not in text
+    monkeypatch.setattr(advice.Search, "_changes", lambda _: iter(()))
+    monkeypatch.setattr(advice, "SECONDS", 100.0)
+    assert main(arguments) == command.NO_FIT
+    text = " ".join(capsys.readouterr().out.split())
+    assert "no mesh, micro-batch, slots, remat or LoRA was found that should fit" in text
+
+
 OTHERS = {
     "v5e:1x1": {"mesh.fsdp": 1, "mesh.tensor": 1},
     "v5e:2x2": {"mesh.fsdp": 2},  # tensor stays

@@ -15,12 +15,12 @@ import tiny
 from engines import draw_all
 
 from jaxgrpo.core.chips import CHIPS
-from jaxgrpo.models import decoder
+from jaxgrpo.models import counts, decoder
 from jaxgrpo.models.api import AttentionKind, Caller, LayerKind, ModelConfig
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.counts import count_weights
 from jaxgrpo.models.hf import families
-from jaxgrpo.planning import costs, programs, topologies
+from jaxgrpo.planning import costs, plan, programs, topologies
 from jaxgrpo.planning.costs import Work
 from jaxgrpo.planning.hlo import Array, Collective
 from jaxgrpo.planning.traffic import Traffic
@@ -159,6 +159,46 @@ def test_a_forward_pass_takes_the_operations_that_xla_counts(with_head):
     assert flops <= count_flops(run, model.shapes, tokens) <= 1.04 * flops
 
 
+@pytest.mark.slow
+def test_the_layers_of_a_period_that_is_computed_again_are_in_memory_together():
+    """As XLA plans the backward pass: with a period of four layers it takes what the formula adds,
+    and not as much as with a period of each layer."""
+    tokens = jax.ShapeDtypeStruct((64, 32), jnp.int32)
+    measured, counted = {}, {}
+    for period in (1, 4):
+        config = dataclasses.replace(
+            UNROLLED, num_layers=16, hidden_size=64, head_dim=32, num_heads=2, num_kv_heads=1
+        )
+        config = dataclasses.replace(config, pattern=(LayerKind(),) * period)
+        model = decoder.build(config, remat="full")
+
+        def loss(params, tokens, model=model):
+            position = jnp.broadcast_to(jnp.arange(32), tokens.shape)
+            attend = causal(position, jnp.ones_like(position, bool))
+            return model.apply(params, tokens, position, Caller(attend), None)[0].sum()
+
+        compiled = jax.jit(jax.grad(loss)).lower(model.shapes, tokens).compile()
+        analysis: Any = compiled.memory_analysis()
+        measured[period] = analysis.temp_size_in_bytes / (64 * 32)
+        counted[period] = counts.activations(model, "full")
+    added = counted[4] - counted[1]
+    assert added > counted[1]
+    assert 0.7 * added < measured[4] - measured[1] < 1.1 * added, (measured, counted)
+
+
+def test_what_is_at_work_is_a_period_or_a_layer_that_is_in_none():
+    """Of 8 layers 6 are a period, and two are left, each by itself."""
+    model = decoder.build(models()["gemma3"])
+    first = next(counts.layer_outputs(model))
+    hidden, attended, products = 48, 4 * 16, first.products
+    numbers = 2 * products + 2 * hidden
+    work, size = 4 * 6 * numbers + 4 * numbers, 4  # float32
+    assert counts.activations(model, "full") == 3 * hidden * size + work
+    assert counts.activations(model, "attention") == (3 * hidden + 8 * attended) * size + work
+    assert counts.activations(model, "dots") == 8 * products * size + work
+    assert counts.activations(model, "none") == 8 * 4 * numbers + 8 * numbers
+
+
 def test_a_sample_costs_what_its_own_tokens_do_behind_a_prompt_that_is_computed_once():
     config = models()["gemma3"]
     together = costs.forward_flops(decoder.build(config), 3, 10, 3 * 4, 20)
@@ -192,6 +232,34 @@ def test_an_update_is_three_passes_of_all_tokens_and_with_adapters_two_of_linear
     assert 1.01 * forward < with_adapters < 1.02 * forward
     expected = 2 * (with_adapters - scores) + 3 * scores
     assert costs.program_work(adapted)["update"].flops == pytest.approx(expected)
+
+
+def test_a_reference_that_an_update_runs_and_logits_that_it_computes_twice_are_counted():
+    full: Any = {"train.remat": "full"}
+    run = planned.run(**full)
+    geometry, config = run.blueprint.geometry, run.blueprint.model.config
+    sizes = geometry.max_prompt_tokens, 8 * 4, geometry.max_completion_tokens
+    forward = costs.forward_flops(run.blueprint.model, 8, *sizes)
+    head = 2 * config.hidden_size * config.vocab_size * 8 * 4 * sizes[-1]
+
+    def counted(**changes: Any) -> tuple[float, float, float]:
+        """Of an update: operations, those that are computed again, bytes of its loss's own."""
+        changed = planned.run(**full, **changes)
+        work = costs.program_work(changed)["update"]
+        return work.flops, work.executed - work.flops, plan.memory_parts(changed)["distributions"]
+
+    again = forward - head  # of the layers
+    numbers = config.hidden_size * config.vocab_size // 2  # of the head, over tensor 2
+    assert counted() == pytest.approx((3 * forward, again, 0))
+    by_sequence = {"surrogate": {"use": "gspo"}}
+    assert counted(loss=by_sequence) == pytest.approx((3 * forward, again + head, 0))
+    whole = {"kl": {"use": "full_kl", "beta": 0.1}}
+    expected = 4 * forward + 3 * head, again + 3 * head, (4 + 4 + 2) * numbers
+    assert counted(loss=whole) == pytest.approx(expected)
+    scores = [{"name": "top", "policy": "base", "quantity": "likeliest"}]
+    shortened = {"kl": {"use": "top_k_divergence", "beta": 1.0, "score": "top", "k": 5}}
+    expected = 3 * forward + 3 * head, again + 2 * head, (4 + 4) * numbers
+    assert counted(loss=shortened, scores=scores) == pytest.approx(expected)
 
 
 EXPERTS = {

@@ -63,3 +63,29 @@ def test_what_states_do_not_go_with_is_refused_a_line_each(run):
     assert line.strip().startswith('data.history = "fork": ')
     assert line.endswith('set it to "exact"')
     check_recurrent(geometry._replace(has_forks=True, recurs=False), mesh)
+
+
+def test_what_recurs_is_computed_again_whatever_else_is(run):
+    """By itself, in the backward pass of its layer (`recurrence.over_sequences`)."""
+    built, _ = run
+    blueprint, geometry = built.blueprint, built.blueprint.geometry
+    config, prompts = blueprint.model.config, geometry.num_prompts
+    width, steps = geometry.max_prompt_tokens, geometry.max_completion_tokens
+    samples = prompts * geometry.group_size
+    tokens = prompts * width + samples * steps
+    kind = next(kind.mixer for kind in config.kinds if isinstance(kind.mixer, DeltaKind))
+    recurrence = 24 * tokens * counts.count_recurrence(kind).flops
+    forward = costs.forward_flops(blueprint.model, prompts, width, samples, steps)
+    head = 2.0 * samples * steps * config.hidden_size * config.vocab_size
+    scores = prompts * costs.attention_flops(config, 0, width)
+    scores += samples * costs.attention_flops(config, width, steps)
+    again = {
+        "none": 0,
+        "dots": 0,
+        "attention": forward - head - (scores - recurrence),
+        "full": forward - head,
+    }
+    for remat, layers in again.items():
+        changed = built._replace(blueprint=blueprint._replace(remat=remat))
+        work = costs.program_work(changed)["update"]
+        assert work.executed - work.flops == pytest.approx(layers + recurrence)

@@ -214,6 +214,10 @@ def test_a_run_that_reads_no_log_probs_has_no_scoring_and_one_of_a_reference_has
         ({"mesh": {"fsdp": 3}}, r"mesh: data 1 x fsdp 3 .* = 3 devices, but there are 4"),
         ({"mesh": {"tensor": 4}}, r"(?s)does not divide.*kv_heads.* 2 is not divisible by 4"),
         ({"rollout.prompts_per_step": 3}, r"rollout.prompts_per_step = 3: must be a multiple of 2"),
+        (
+            {"rollout.max_completion_tokens": 4096},
+            r"max_completion_tokens = 4096 are 4160 tokens.*max_position_embeddings = 4096",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_built_is_refused(changes, message):
@@ -340,3 +344,46 @@ def test_a_model_of_the_hub_is_planned_by_what_its_cache_holds(tmp_path, monkeyp
     shutil.copy(Path(base()) / "config.json", cache / "snapshots" / "abc")
     expected = programs.read_model_config(dataclasses.replace(keys, path=base()), lora)
     assert programs.read_model_config(keys, lora) == expected
+
+
+GEMMA3 = {
+    **{name: value for name, value in planned.QWEN3.items() if name != "hidden_act"},
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 8,  # a period of six, and two
+    "sliding_window": 16,
+    "query_pre_attn_scalar": 64,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 2}, {"data": 2}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"lora": {"rank": 4, "alpha": 8.0}},
+        {"rollout.weight_dtype": "int8"},
+        {"lora": {"rank": 4, "alpha": 8.0}, "rollout.weight_dtype": "int8"},
+    ],
+    ids=str,
+)
+def test_what_a_sync_gives_lies_beside_a_copy_that_the_sampler_makes_of_it(changes, mesh):
+    """On a GPU, where adapters are merged to sample: as the formula counts them."""
+    model = {"path": "none/here", "dtype": "bfloat16", "config": GEMMA3}
+    devices = topologies.stand_ins("h100:1x2", 1)
+    run = planned.run(devices=devices, model=model, mesh=mesh, **changes)
+    blueprint, engine = run.blueprint, run.engine.programs
+    sampled = jax.eval_shape(engine.split, programs.sampler_params(run))
+    sampled_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(sampled))
+    decode = Program("decode", None, 0.0, (), 0)
+    left = plan._beside(run, decode) - memory.on_device(run.learner)
+    assert plan._beside(run, decode._replace(name="update")) == memory.on_device(run.learner)
+    # Frozen weights that nothing has merged or moved are read where they lie.
+    outside = {"embed", "final_norm"} if "lora" in changes and "data" in mesh else set()
+    outside = set() if "rollout.weight_dtype" in changes else outside
+    read = memory.on_device([run.learner.frozen["weights"][name] for name in outside])
+    settings = blueprint.samples_on, blueprint.sampling.weight_dtype
+    counted = memory.weights_to_sample(blueprint.model, blueprint.mesh, *settings)
+    assert sampled_bytes - read + left == counted
+    assert (left > 0) == (bool(changes) and ("fsdp" in mesh or [*changes] == ["lora"]))

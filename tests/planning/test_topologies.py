@@ -71,6 +71,13 @@ def test_a_gpu_that_does_not_say_its_memory_has_not_that_of_its_host(monkeypatch
         memory_needed("NVIDIA L4")
 
 
+def test_of_devices_of_several_sizes_the_smallest_counts():
+    """As of a machine with two kinds of GPUs: all hold as much."""
+    sizes = (80 * GIB, 24 * GIB)
+    devices = [topologies.StandIn(place, "gpu", "GPU", size) for place, size in enumerate(sizes)]
+    assert memory.device_bytes(sharding.make_mesh(devices=devices)) == 24 * GIB
+
+
 def test_what_a_gpu_has_no_room_for_may_have_room_in_a_larger_share_of_it(monkeypatch):
     for name in memory.GPU_SHARES:
         monkeypatch.delenv(name, raising=False)
@@ -84,6 +91,24 @@ def test_what_a_gpu_has_no_room_for_may_have_room_in_a_larger_share_of_it(monkey
             with pytest.raises(InputError, match="does not fit") as caught:
                 memory.refuse_too_large(too_much, mesh)
             assert "XLA_" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"parameters": 99}, r"take a smaller model, adapters .* or mesh.fsdp over more devices"),
+        ({"parameters": 1, "frozen": 99}, "take a smaller model, or mesh.fsdp over more devices"),
+        ({"sampler": 40, "decode": 60, "update": 50}, "take fewer rollout.slots, or shorter"),
+        ({"sampler": 10, "update": 99}, "take a smaller train.tokens_per_micro_batch"),
+        ({"sampler": 40, "update": 50, "evaluation": 99}, "take eval.kl_to_base = false"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_would_take_less_of_that(parts, words):
+    mesh = sharding.make_mesh(devices=topologies.stand_ins("v5p:1x1x1", 1))
+    sizes = dict.fromkeys(("parameters", "optimizer", "copies", "sampler", "decode"), 0)
+    needed = memory.Memory(**{**sizes, **{name: part * GIB for name, part in parts.items()}})
+    with pytest.raises(InputError, match=words):
+        memory.refuse_too_large(needed, mesh)
 
 
 def test_slices_are_islands_and_what_crosses_them_is_known():

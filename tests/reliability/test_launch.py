@@ -96,6 +96,18 @@ def test_what_cannot_be_launched_is_refused(argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_signal_that_comes_before_a_process_is_there_reaches_it(environment):
+    """It would run to its end, and the scheduler that asked for it would kill it."""
+
+    class EarlyStopped(launch._Job):
+        def _start(self, index, environment):
+            signal.raise_signal(signal.SIGTERM)
+            super()._start(index, environment)
+
+    job = EarlyStopped(["report", "absent"], environments(environment(), 1))  # alone: exit code 2
+    assert job.run() == 128 + signal.SIGTERM
+
+
 @pytest.mark.full
 def test_the_launcher_loads_no_jax(environment):
     program = (

@@ -210,6 +210,42 @@ def test_a_run_whose_lock_was_taken_writes_no_more(bucket, monkeypatch):
     assert json.loads(bucket.objects["run/.lock"].data) == lock
 
 
+def test_a_run_that_was_taken_while_its_machine_slept_writes_nothing(bucket):
+    """Before the next beat, which is seconds away."""
+    with folder.RunFolder("gs://bucket/run") as run_folder:
+        lock = {"id": "another", "who": "process 7 on other", "beat": 1, "time": 0.0}
+        storage.write("gs://bucket/run/.lock", json.dumps(lock).encode())
+        run_folder.write_summary({"step": 1})
+        with pytest.raises(OSError, match=r"taken by another trainer \(process 7"):
+            run_folder.publish()
+    assert "run/summary.json" not in bucket.objects
+    assert json.loads(bucket.objects["run/.lock"].data) == lock
+
+
+def test_the_lock_is_written_again_until_the_last_copy_has_ended(bucket, monkeypatch):
+    """A copy that takes longer than a lock counts: another trainer would take the run."""
+    monkeypatch.setattr(mirror, "BEAT", 0.1)
+    monkeypatch.setattr(mirror, "SECONDS_BETWEEN", 60.0)
+    upload, beats = storage.upload, []
+
+    def beat() -> int:
+        return json.loads(bucket.objects["run/.lock"].data)["beat"]
+
+    def upload_slowly(file: Path, url: str) -> None:
+        first = beat()
+        threading.Event().wait(1.0)
+        beats.append((first, beat()))
+        upload(file, url)
+
+    with folder.RunFolder("gs://bucket/run") as run_folder:
+        run_folder.write_summary({"step": 1})
+        monkeypatch.setattr(storage, "upload", upload_slowly)
+    ((first, last),) = beats
+    assert last > first + 2
+    assert "run/summary.json" in bucket.objects
+    assert "run/.lock" not in bucket.objects
+
+
 @pytest.mark.full
 def test_a_reward_that_fails_in_a_run_that_was_taken_saves_no_step(bucket, monkeypatch):
     """A save would remove the newer steps of the trainer that has taken it."""

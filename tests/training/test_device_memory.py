@@ -25,7 +25,7 @@ from jaxgrpo import advantages, losses
 from jaxgrpo.config.keys import CheckpointKeys
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner
-from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models import counts, decoder, sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.models.hf import folders
 from jaxgrpo.planning import preview, programs, topologies
@@ -214,6 +214,19 @@ def test_a_control_group_limits_the_memory_of_a_host(tmp_path):
             assert host.memory_bytes(tmp_path, membership) == expected, (line, text)
 
 
+def test_a_kernel_that_does_not_tell_what_a_process_has_taken_is_one_that_does_not_tell(
+    tmp_path, monkeypatch
+):
+    """As gVisor's, which has the file and not the line."""
+    status = tmp_path / "status"
+    monkeypatch.setattr(host, "STATUS", status)
+    assert host.most_taken() is None
+    status.write_text("Name:\tpython\nVmRSS:\t  100 kB\n")
+    assert host.most_taken() is None
+    status.write_text("Name:\tpython\nVmHWM:\t  100 kB\nVmRSS:\t   90 kB\n")
+    assert host.most_taken() == 102_400
+
+
 @pytest.mark.full
 def test_a_dry_run_prints_the_memory_of_a_device(tmp_path, capsys):
     several = {"train.minibatches": 2, "train.num_iterations": 3}
@@ -317,7 +330,7 @@ def test_a_micro_batch_has_no_more_tokens_than_fit_beside_what_a_run_keeps(monke
     gradients = 2 * persistent // 3
     head = 2 * 4 * numbers  # as it is read, and its gradient
     beside = gradients + head + 3 * 4 * 256 * QWEN3_0P6B.vocab_size  # and a chunk's logits
-    each = memory.activations(decoder.build(QWEN3_0P6B), "full")
+    each = counts.activations(decoder.build(QWEN3_0P6B), "full")
 
     def fitting(tokens: float) -> int:
         limit = (persistent + beside + tokens * each) / memory.SHARE

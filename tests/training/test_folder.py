@@ -15,6 +15,7 @@ from faulty_runs import limit_files
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.storage import write_atomically
+from jaxgrpo.training.opening import refuse_to_forget
 from jaxgrpo.training.records import unwritten
 from jaxgrpo.training.records.folder import SAMPLE_KEYS, RunFolder, plain
 from jaxgrpo.training.records.reading import read_metrics
@@ -167,18 +168,19 @@ def test_a_run_whose_checkpoints_are_gone_keeps_its_metrics_and_is_refused(tmp_p
             run.checkpoints.rmdir()
         if lost == "all steps of a finished run":
             run.write_summary({"step": 5})
+        most_steps = 4 if lost == "a step long past" else 100
         with pytest.raises(InputError, match=r"of 5 steps and no checkpoint.*start again without"):
-            run.refuse_to_forget(4 if lost == "a step long past" else 100)
+            refuse_to_forget(run.place, run.path, most_steps)
     assert len(read_metrics(tmp_path)) == 5
 
 
 def test_a_run_killed_before_its_first_checkpoint_may_begin_again(tmp_path):
     with RunFolder(tmp_path) as run:
-        run.refuse_to_forget(4)
+        refuse_to_forget(run.place, run.path, 4)
         run.rewind(None)
         for step in range(5):
             run.write_metrics(step, {"reward": 0.5})
-        run.refuse_to_forget(4)  # the save of step 2 may have been under way
+        refuse_to_forget(run.place, run.path, 4)  # the save of step 2 may have been under way
 
 
 def test_evaluations_of_other_questions_are_put_aside_however_often_a_start_is_killed(tmp_path):

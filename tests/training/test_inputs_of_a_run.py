@@ -154,6 +154,26 @@ def test_a_changed_input_is_named_and_refused(begun, change, kinds, named):
     assert f"--set run.allow_changes='{json.dumps(kinds)}'" in remedy
 
 
+@pytest.mark.slow
+def test_a_dry_run_continues_from_the_step_that_a_run_would_or_is_refused_as_that(tmp_path, capsys):
+    changes = {"train.steps": 4, "checkpoint.every": 2}
+    loop.train(small_run.config(tmp_path / "r", **changes))
+    longer = small_run.config(tmp_path / "r", **{**changes, "train.steps": 5})
+    (tmp_path / "r/checkpoints/4/meta.json").write_text("{}")
+    preview.dry_run(longer, resume=True)
+    assert "r, from step 2: rows, template" in capsys.readouterr().out
+    (tmp_path / "r/checkpoints/2/meta.json").write_text("{}")
+    for reason in ("step 2 is damaged", "of 4 steps and no checkpoint"):
+        for start in (
+            lambda: preview.dry_run(longer, resume=True),
+            lambda: loop.train(longer, resume="auto"),
+        ):
+            with pytest.raises(InputError, match=reason):
+                start()
+        for file in (tmp_path / "r/checkpoints").glob("*/manifest.json"):
+            file.unlink()
+
+
 @pytest.mark.full
 def test_the_same_files_and_an_allowed_change_continue(begun, capsys):
     preview.dry_run(config(begun, 2), resume=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import by_hand
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_run
@@ -17,7 +19,7 @@ from jaxgrpo.training import loop, setup
 from jaxgrpo.training import resets as resetting
 from jaxgrpo.training.checkpoints import parameter_hash
 from jaxgrpo.training.processes import process
-from jaxgrpo.training.resets import is_better
+from jaxgrpo.training.resets import Resets, is_better
 from jaxgrpo.update.optimizer import current_rate
 
 pytestmark = pytest.mark.slow
@@ -79,6 +81,22 @@ def test_a_reset_makes_the_policy_the_reference_and_forgets_gradients_alone(warm
     unchanged = ("step", "advantage_state")
     for name in unchanged:
         jax.tree.map(np.testing.assert_array_equal, getattr(before, name), getattr(after, name))
+
+
+def test_a_reset_writes_over_what_it_replaces_and_nothing_else(warm):
+    """A device that holds reference and moments once need not have room for them twice."""
+    run, warm_learner, _ = warm
+    learner = jax.tree.map(jnp.copy, warm_learner)
+    keys = dataclasses.replace(run.config.reference, reset_every=1)
+    after, resets = resetting.make_resetter(keys, 0, run.blueprint)(learner, Resets(), 1, {})
+    assert resets.count == 1
+    replaced = learner.frozen["reference"], learner.opt_state
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(replaced))
+    stays = learner.trainable, learner.frozen["base"], learner.objective_state, learner.step
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(stays))
+    expected = reset(run, warm_learner)
+    for leaf, right_leaf in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(leaf, right_leaf)
 
 
 @pytest.mark.full

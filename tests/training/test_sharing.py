@@ -9,7 +9,7 @@ import pytest
 import small_run
 
 from jaxgrpo.config import files as configs
-from jaxgrpo.training import loop
+from jaxgrpo.training import loop, memory, setup
 from jaxgrpo.training.setup import DEPENDS, Shared
 from jaxgrpo.training.stored_policy import evaluator_for_run
 
@@ -28,7 +28,7 @@ def test_each_key_is_among_those_that_something_shared_depends_on_or_acts_on_not
     left = {k for k in keys if not any(k == t or k.startswith(f"{t}.") for t in tables)}
     assert {key if key.startswith("train.") else key.partition(".")[0] for key in left} == {
         *("train.seed", "train.stop_after_not_finite"),
-        *("run", "tracking", "plan", "checkpoint", "reference", "experience", "tree", "atlas"),
+        *("run", "tracking", "plan", "checkpoint", "experience", "tree", "atlas"),
     }
 
 
@@ -57,6 +57,12 @@ def test_what_differs_only_by_seed_shares_everything_and_a_method_is_its_own(tmp
     assert names(config(tmp_path / "d", **{"eval.samples": 2})) == {"inputs", "evaluator"}
     size = names(config(tmp_path / "e", **{"rollout.group_size": 2}))
     assert size == {"method", "update", "engine", "evaluator"}
+    penalty = {"loss": {"kl": {"use": "k2", "beta": 0.1}}}
+    assert names(config(tmp_path / "f", **penalty)) == {"method", "update"}
+    resets = {"reference": {"reset_every": 1}}
+    assert names(config(tmp_path / "g", **penalty, **resets)) == {"method"}
+    template = {"data.chat_template": "none"}
+    assert names(config(tmp_path / "h", **template)) == {*DEPENDS} - {"update"}
 
 
 def test_the_number_of_steps_matters_to_what_is_shared_only_where_the_rate_falls(tmp_path):
@@ -105,3 +111,25 @@ def test_noise_is_what_training_sees_and_evaluation_does_not(tmp_path):
     assert abs(np.mean(shares) - 0.25) < 0.22
     for line in run.metrics:
         assert line.get("eval/pass@1", 0) == 0
+
+
+def test_an_engine_leaves_room_for_what_each_run_that_shares_it_keeps(tmp_path, monkeypatch):
+    """The second run keeps a copy of the weights beside it: fewer slots fit."""
+    penalty = {"loss": {"kl": {"use": "k2", "beta": 0.1}}}
+    sixteen = setup.setup(config(tmp_path / "a", **penalty, **{"rollout.slots": 16})).memory
+    limit = sixteen.persistent + sixteen.sampler + sixteen.decode
+    monkeypatch.setattr(memory, "device_bytes", lambda _mesh: int(limit / memory.SHARE) + 2)
+    shared, runs = Shared(), []
+    for changes in ({}, penalty):
+        tables = small_run.tables(tmp_path / "r", **changes)
+        del tables["rollout"]["slots"]
+        read = configs.from_dict(tables)
+        runs.append(setup.setup(read, share=shared.for_config(read)))
+    assert runs[0].engine is runs[1].engine
+    assert runs[1].memory.copies > runs[0].memory.copies == 0
+    more, fewer = (run.blueprint.sampling.slots for run in runs)
+    assert more > fewer >= 16
+    for run in runs:
+        assert run.memory.persistent + run.memory.sampler + run.memory.decode <= limit
+    # Also of a run of the first config that comes behind.
+    assert runs[0].engine.slots_for(*runs[0].blueprint.geometry[:2]) == fewer

@@ -92,6 +92,10 @@ class SlotEngine:
         """
         self._batches[group] = max(self._batches[group], batches)
 
+    def limit(self, free: int) -> None:
+        """Decoding takes at most so many bytes of each device from now on, or fewer, as before."""
+        self.free = free if self.free is None else min(free, self.free)
+
     def slots_for(self, prompts: int, group: int, rounds: int = 0) -> int:
         """The slots, over all bins, that so many prompts are decoded with.
 

@@ -24,10 +24,9 @@ def memory_bytes(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
 
 def most_taken() -> int | None:
     """The most bytes that this process has taken so far; None where the system does not tell."""
-    if not STATUS.exists():
-        return None
-    (kilobytes,) = re.findall(r"VmHWM:\s+(\d+) kB", STATUS.read_text())
-    return 1024 * int(kilobytes)
+    text = STATUS.read_text() if STATUS.exists() else ""
+    match = re.search(r"VmHWM:\s+(\d+) kB", text)  # not of every kernel that has the file
+    return 1024 * int(match[1]) if match else None
 
 
 def _limits(groups: Path, membership: Path) -> Iterator[int]:

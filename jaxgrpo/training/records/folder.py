@@ -217,30 +217,6 @@ class RunFolder(Closing):
         if self.is_moved():
             raise OSError(errno.ESTALE, f"{self.path} is not the folder that this run began in")
 
-    def refuse_to_forget(self, most_steps: int) -> None:
-        """Raises: InputError where a run has no checkpoint to go on from, and must have had one.
-
-        A run that was killed before its first checkpoint was complete, or whose disk was full, may
-        start again: it logs the same lines again. One that ended, whose folder of checkpoints is
-        gone, or that has logged more steps than that, has lost what it could continue from.
-
-        Args:
-          most_steps: that a run may log before its first checkpoint is complete.
-        """
-        logged = [entry["step"] for entry in read_metrics(self.path)] + sample_steps(self.path)
-        if not logged:
-            return
-        # A bucket has no empty folders: one that is gone looks like one not yet begun.
-        is_missing = not storage.is_url(self.place) and not self.checkpoints.is_dir()
-        has_ended = (self.path / "summary.json").exists()
-        if is_missing or has_ended or max(logged) > most_steps:
-            raise InputError(
-                f"{self.place} holds the metrics of {max(logged)} steps and no checkpoint to go on "
-                f"from ({self.checkpoints} {'does not exist' if is_missing else 'holds none'}); "
-                "starting at step 1 would do it all again: put the checkpoints back, or start "
-                "again without --resume and with another run.dir, or move this folder away"
-            )
-
     def rewind(self, step: int | None) -> Path | None:
         """Puts aside what was written after `step` finished steps; None: everything logged.
 
