@@ -25,6 +25,7 @@ from jaxgrpo.config import methods
 from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.core.types import Learner, Stream, Waiting
+from jaxgrpo.data import storage
 from jaxgrpo.data.storage import Place
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import families, texts
