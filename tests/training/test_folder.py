@@ -301,9 +301,10 @@ def test_samples_and_rollouts_that_a_full_disk_does_not_take_are_written_once_it
     with RunFolder(tmp_path) as run:
         limit_files(10)
         try:
-            for write, content in ((run.write_samples, [ROW]), (run.write_rollouts, b"a" * 11)):
-                with pytest.raises(OSError, match="File too large"):
-                    write(3, content)
+            with pytest.raises(OSError, match="File too large"):
+                run.write_samples(3, [ROW])
+            with pytest.raises(OSError, match="File too large"):
+                run.write_rollouts(3, b"a" * 11)
             with pytest.raises(OSError, match="File too large") as raised:
                 run.catch_up()
             assert raised.value.filename == str(tmp_path / "samples" / "step_3.jsonl")
