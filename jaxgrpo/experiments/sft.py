@@ -119,8 +119,7 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
         text = process.broadcast(folder.config)
         config, saved = opening.refuse_other_config(folder.place, text, config)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
-        places, every = (folder.place, folder.path), saved.checkpoint.every
-        saved_step, meta = opening.newest_checkpoint(checkpoints, *places, every)
+        saved_step, meta = opening.newest_checkpoint(checkpoints, folder.places, saved.checkpoint)
         run, input_facts = opening.set_up(config, meta, SETUP)
         batch = make_answer_batches(run)
         if saved_step is not None:

@@ -153,8 +153,8 @@ def activations(model: Model, remat: Remat) -> int:
 
     def layer_bytes(layer: Outputs) -> int:
         by_attention = attended * isinstance(layer.kind.mixer, AttentionKind)
-        kept = {"full": 0, "attention": by_attention * size, "dots": layer.products * size}
-        return kept.get(remat, 4 * layer.numbers)
+        saved = {"full": 0, "attention": by_attention * size, "dots": layer.products * size}
+        return saved.get(remat, 4 * layer.numbers)
 
     def recurring(layer: Outputs) -> int:
         recurs = isinstance(mixer := layer.kind.mixer, DeltaKind)
@@ -164,6 +164,6 @@ def activations(model: Model, remat: Remat) -> int:
         values = 4 * sum(layer.numbers for layer in period)
         return values + max(4 * layer.numbers + 8 * recurring(layer) for layer in period)
 
-    kept = sum(layer.layers * layer_bytes(layer) for layer in outputs)
-    kept += inputs * sum(period[0].layers for period in periods)
-    return kept + max(map(work, periods))
+    saved = sum(layer.layers * layer_bytes(layer) for layer in outputs)
+    saved += inputs * sum(period[0].layers for period in periods)
+    return saved + max(map(work, periods))

@@ -67,16 +67,14 @@ def main(
     remedies = []
     if not run_plan.fits:
         with _telling("looking for what fits"):
-            search_began = time.monotonic() if run_plan.planned else began
-            candidates = fitting.remedies(search_began)
-        remedies = [candidate.behind(changes) for candidate in candidates]
-        in_time = time.monotonic() < search_began + advice.SECONDS
+            began = time.monotonic() if run_plan.planned else began
+            remedies = [candidate.behind(changes) for candidate in fitting.remedies(began)]
+        in_time = time.monotonic() < began + advice.SECONDS
         report.show_remedies(console, remedies, in_time)
     searched = list(_search(console, fitting, changes)) if search else []
     extras = {"remedies": [remedy._asdict() for remedy in remedies], "searched": searched}
     code = 0 if run_plan.fits else NO_FIT
-    document = Document({**report.plan_numbers(run_plan, changes), **extras}, code)
-    return document if as_json else code
+    return Document({**report.plan_numbers(run_plan, changes), **extras}, code) if as_json else code
 
 
 def _plan(console: Console, run: Run, chips: Topology, formula: bool, dump: str | None) -> Plan:

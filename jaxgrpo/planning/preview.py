@@ -199,8 +199,8 @@ def _find_earlier_run(config: Config) -> _EarlierRun | None:
         return None
     config, last_config = opening.refuse_other_config(place, read_text(file), config)
     with Checkpoints(place / "checkpoints", config.checkpoint.keep) as checkpoints:
-        places, every = (place, place), last_config.checkpoint.every
-        step, meta = opening.newest_checkpoint(checkpoints, *places, every)
+        keys = last_config.checkpoint
+        step, meta = opening.newest_checkpoint(checkpoints, (place, place), keys)
         if step is None:
             return _EarlierRun(config, {}, f"{place}, from its beginning: it has no checkpoint")
         summary = (

@@ -23,6 +23,7 @@ import jax
 from jaxgrpo.config import files as configs
 from jaxgrpo.config import methods
 from jaxgrpo.config.files import Config
+from jaxgrpo.config.keys import CheckpointKeys
 from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.core.types import Learner, Stream, Waiting
 from jaxgrpo.data import storage
@@ -82,8 +83,7 @@ def open_run(
     text = process.broadcast(folder.config)
     config, last_config = refuse_other_config(folder.place, text, config)
     checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
-    places = folder.place, folder.path
-    step, meta = newest_checkpoint(checkpoints, *places, last_config.checkpoint.every)
+    step, meta = newest_checkpoint(checkpoints, folder.places, last_config.checkpoint)
     run, facts = set_up(config, meta, setup_options)
     problem = check_rewards(run, folder)
     if step is not None:
@@ -169,20 +169,20 @@ def refuse_to_forget(place: Place, path: Place, most_steps: int) -> None:
 
 
 def newest_checkpoint(
-    checkpoints: Checkpoints, place: Place, path: Place, save_every: int
+    checkpoints: Checkpoints, places: tuple[Place, Place], keys: CheckpointKeys
 ) -> tuple[int | None, dict[str, Any]]:
     """The step that a run continues from and what was saved beside it; (None, {}) at its start.
 
     Args:
-      place, path: as in `refuse_to_forget`.
-      save_every: `checkpoint.every` of its last start.
+      places: `RunFolder.places`.
+      keys: `checkpoint` of its last start.
 
     Raises: InputError where it has lost what it could continue from, or all steps are damaged.
     """
     if process.broadcast(checkpoints.latest) is None:
         # Saves may have failed until the run ended, and another may have been under way.
-        most_steps = (MAX_UNSAVED + 2) * save_every
-        process.broadcast(lambda: refuse_to_forget(place, path, most_steps))
+        most_steps = (MAX_UNSAVED + 2) * keys.every
+        process.broadcast(lambda: refuse_to_forget(*places, most_steps))
         return None, {}
     step = checkpoints.choose()
     return step, checkpoints.meta(step)

@@ -183,7 +183,8 @@ def test_the_layers_of_a_period_that_is_computed_again_are_in_memory_together():
         counted[period] = counts.activations(model, "full")
     added = counted[4] - counted[1]
     assert added > counted[1]
-    assert 0.7 * added < measured[4] - measured[1] < 1.1 * added, (measured, counted)
+    # On a CPU: for a v5e XLA plans two thirds of what is added.
+    assert added < measured[4] - measured[1] < 1.4 * added, (measured, counted)
 
 
 def test_what_is_at_work_is_a_period_or_a_layer_that_is_in_none():
@@ -253,9 +254,9 @@ def test_a_reference_that_an_update_runs_and_logits_that_it_computes_twice_are_c
     assert counted() == pytest.approx((3 * forward, again, 0))
     by_sequence = {"surrogate": {"use": "gspo"}}
     assert counted(loss=by_sequence) == pytest.approx((3 * forward, again + head, 0))
-    whole = {"kl": {"use": "full_kl", "beta": 0.1}}
+    full_kl = {"kl": {"use": "full_kl", "beta": 0.1}}
     expected = 4 * forward + 3 * head, again + 3 * head, (4 + 4 + 2) * numbers
-    assert counted(loss=whole) == pytest.approx(expected)
+    assert counted(loss=full_kl) == pytest.approx(expected)
     scores = [{"name": "top", "policy": "base", "quantity": "likeliest"}]
     shortened = {"kl": {"use": "top_k_divergence", "beta": 1.0, "score": "top", "k": 5}}
     expected = 3 * forward + 3 * head, again + 2 * head, (4 + 4) * numbers

@@ -165,6 +165,7 @@ class RunFolder(Closing):
             mirror.refuse_scheme(os.fspath(path))  # before a package for reading it is asked for
         self.place: Place = storage.place(path)  # absolute: a reward may change directory
         self.path: Path = mirror.local_folder(os.fspath(path)) if in_bucket else Path(self.place)
+        self.places: tuple[Place, Place] = self.place, self.path
         self._mirror: mirror.Mirror | None = None
         self._unwritten_lines = b""  # lines of metrics that the disk did not take
         self._unwritten_files = Unwritten(self._write)
