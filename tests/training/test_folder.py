@@ -313,8 +313,7 @@ def test_samples_and_rollouts_that_a_full_disk_does_not_take_are_written_once_it
         assert [file for file in tmp_path.rglob("*") if file.is_file()] == [tmp_path / ".lock"]
         run.write_rollouts(4, b"later")
     assert json.loads((tmp_path / "samples" / "step_3.jsonl").read_text())["step"] == 3
-    rollouts = tmp_path / "rollouts"
-    assert {file.name: file.read_bytes() for file in rollouts.iterdir()} == {
+    assert {file.name: file.read_bytes() for file in (tmp_path / "rollouts").iterdir()} == {
         "00000003.safetensors": b"a" * 11,
         "00000004.safetensors": b"later",
     }
