@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -23,7 +23,9 @@ from jaxgrpo.core.scores import passes
 from jaxgrpo.core.types import Learner, Params, Rollouts, Stream
 from jaxgrpo.data.limits import ending_forks
 from jaxgrpo.evaluation.evaluate import Evaluate
+from jaxgrpo.losses import Objective
 from jaxgrpo.models import sharding
+from jaxgrpo.models.api import Model
 from jaxgrpo.models.counts import count_weights
 from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.rollout.goals import Goals, goal_metrics
@@ -38,7 +40,6 @@ from jaxgrpo.training.records.folder import plain
 from jaxgrpo.training.records.reading import evaluation_metrics
 from jaxgrpo.training.resets import is_better, make_resetter, refuse_unknown_best, see
 from jaxgrpo.training.stored_policy import policy_for_run
-from jaxgrpo.update.forward import Blueprint
 
 OnStep = Callable[[int, dict[str, float]], object]
 """Called after a step with its number and metrics."""
@@ -123,18 +124,24 @@ def step_flops(
     return 2.0 * (sampled * drawn + trained * live)
 
 
-def count_trained(blueprint: Blueprint) -> int:
-    """V of `step_flops`."""
-    objective, weights = blueprint.objective, count_weights(blueprint.model)
-    with_gradient = 2 if blueprint.model.config.lora else 3
+def count_trained(
+    model: Model,
+    objective: Objective,
+    num_iterations: int,
+    scoring: Iterable[tuple[Model, float]] = (),
+) -> int:
+    """V of `step_flops`.
+
+    Args:
+      scoring: the model of each pass of scoring, and the share of samples that it reads.
+    """
+    weights = count_weights(model)
+    with_gradient = 2 if model.config.lora else 3
     update_passes = with_gradient + objective.reads_batch + len(objective.anchors)
     compared = len(objective.anchors) + len(objective.counts)
     trained = update_passes * weights.work + compared * with_gradient * weights.head
-    trained *= blueprint.num_iterations
-    for scoring_pass, _ in passes(blueprint.scores, blueprint.scored):
-        model = blueprint.policy_model(scoring_pass.policy)
-        trained += round(scoring_pass.share * count_weights(model).work)
-    return trained
+    scored = sum(round(share * count_weights(scorer).work) for scorer, share in scoring)
+    return num_iterations * trained + scored
 
 
 def count_work(opened: OpenRun) -> Hook:
@@ -142,7 +149,12 @@ def count_work(opened: OpenRun) -> Hook:
     progress, display = opened.keeper.progress, opened.display
     blueprint = opened.run.blueprint
     sampled = 0 if blueprint.trains_texts else count_weights(blueprint.model).work
-    trained = count_trained(blueprint)
+    scoring = [
+        (blueprint.policy_model(scoring_pass.policy), scoring_pass.share)
+        for scoring_pass, _ in passes(blueprint.scores, blueprint.scored)
+    ]
+    sizes = blueprint.model, blueprint.objective, blueprint.num_iterations
+    trained = count_trained(*sizes, scoring)
 
     def hook(step: StepEnd) -> StepEnd:
         progress.tokens += step.values["num_tokens"]

@@ -13,6 +13,7 @@ import small_run
 from rich.console import Console
 
 from jaxgrpo.cli.main import main
+from jaxgrpo.core import scores
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.experiments import fit
 from jaxgrpo.experiments.fit import Curve, fit_curve, foretell, sigmoid
@@ -174,7 +175,11 @@ def test_the_fit_of_a_run_fits_a_terminal_of_80_columns():
 def test_passes_of_all_weights_and_of_the_head_alone_are_counted(changes, passes, heads):
     blueprint = planned.run(devices=topologies.stand_ins("v5e:2x2", 1), **changes).blueprint
     weights = count_weights(blueprint.model)
-    assert hooks.count_trained(blueprint) == passes * weights.work + heads * weights.head
+    entries = scores.passes(blueprint.scores, blueprint.scored)
+    scoring = [(blueprint.policy_model(entry.policy), entry.share) for entry, _ in entries]
+    sizes = blueprint.model, blueprint.objective, blueprint.num_iterations
+    counted = hooks.count_trained(*sizes, scoring)
+    assert counted == passes * weights.work + heads * weights.head
 
 
 @pytest.mark.full

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ from rich.console import Console
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.contenders import make_contenders
-from jaxgrpo.config.files import Config
 from jaxgrpo.core.errors import InputError, without_passwords
 from jaxgrpo.data.sources import Rows
 from jaxgrpo.data.storage import Place
@@ -64,6 +63,8 @@ def probe_atlas(
     facts = functools.partial(fingerprints.config_facts, config)
     fingerprints.refuse_other_start(facts, config.teachers, config.scorer_name)
     run = setup(config, rewards=functions, dataset=rows, check=fingerprints.refuse_other_rows)
+    rollout, share = config.rollout, config.experience.share
+    trees = make_trees(config.tree, rollout, share)
     try:
         atlases = Atlases(
             Preparer(run.blueprint),
@@ -71,7 +72,7 @@ def probe_atlas(
                 methods, "--methods", configs.to_tables(config), config.source, run.rewards
             ),
             len(run.inputs.prompts.rows),
-            _brought(config),
+            brought_fields(trees, rollout, share, config.has_turns),
         )
         live_groups = functools.partial(run.live_groups, run.learner)
         clock = Clock(lambda phase: None)
@@ -80,12 +81,6 @@ def probe_atlas(
     finally:
         run.inputs.close()
     return {"model": without_passwords(str(target)), **_numbers(atlas)}
-
-
-def _brought(config: Config) -> Collection[str]:
-    """The fields that the samples of a run bring, whatever its method."""
-    rollout, share = config.rollout, config.experience.share
-    return brought_fields(make_trees(config.tree, rollout, share), rollout, share, config.has_turns)
 
 
 def _numbers(atlas: Atlas) -> dict[str, Any]:
