@@ -65,12 +65,11 @@ def probe_atlas(
     run = setup(config, rewards=functions, dataset=rows, check=fingerprints.refuse_other_rows)
     rollout, share = config.rollout, config.experience.share
     trees = make_trees(config.tree, rollout, share)
+    named = methods, "--methods", configs.to_tables(config)
     try:
         atlases = Atlases(
             Preparer(run.blueprint),
-            make_contenders(
-                methods, "--methods", configs.to_tables(config), config.source, run.rewards
-            ),
+            make_contenders(*named, config.source, run.rewards),
             len(run.inputs.prompts.rows),
             brought_fields(trees, rollout, share, config.has_turns),
         )
