@@ -55,7 +55,8 @@ def _unreadable(file: Place, error: OSError) -> str:
     """The answer of `damage` about a file. Raises: InputError where its step may be intact: the
     step before it must not be taken for that, since the next save would then remove it."""
     text = f"{file} cannot be read ({error.strerror or one_line(error)})"
-    if error.errno not in LASTING:
+    is_gone = isinstance(error, FileNotFoundError)  # of a bucket, without a number
+    if not is_gone and error.errno not in LASTING:
         raise InputError(
             f"{text}, and may be intact: try again once it can, or move the folder of its step away"
         ) from error

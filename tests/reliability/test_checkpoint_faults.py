@@ -148,6 +148,17 @@ def test_a_file_that_cannot_be_read_now_ends_the_start_and_its_step_stays(
 
 
 @pytest.mark.fault(12)
+def test_a_file_that_a_bucket_has_no_more_is_damage(saved, monkeypatch):
+    """Clients of buckets raise FileNotFoundError without a number of the system."""
+
+    def read(path):
+        raise FileNotFoundError(str(path))
+
+    monkeypatch.setattr(step_files, "fingerprint", read)
+    assert "meta.json cannot be read" in str(damage(saved / "3"))
+
+
+@pytest.mark.fault(12)
 def test_a_name_that_no_file_can_have_is_damage(saved):
     file = saved / "3" / "manifest.json"
     manifest = json.loads(file.read_text())
