@@ -7,36 +7,27 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from typing import Any
 
+import compiled_programs
 import pytest
 
-from jaxgrpo.config import files
-from jaxgrpo.planning import hlo, plan, programs, topologies
-from jaxgrpo.planning.plan import Planned
-from jaxgrpo.planning.programs import Run
+from jaxgrpo.planning import hlo, topologies
 
+RECIPE = "qwen3_0p6b_v5e"
 ONE_DEVICE = ("mesh.fsdp=1", "mesh.tensor=1")
 NEEDS_CUDA = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None, reason="no jax_cuda12_plugin here"
 )
 
 
-def update(name: str, folder: Any, *overrides: str) -> tuple[Run, Planned, str]:
-    """The run on a topology, its update as compiled, and the program's text."""
-    chips = topologies.topology(name)
-    run = programs.build_run(files.load("qwen3_0p6b_v5e", overrides), chips.devices)
-    (planned,) = plan.plan(run, chips, ("update",), dump=folder).planned
-    return run, planned, (folder / "update.hlo.txt").read_text()
-
-
-@pytest.mark.fault(2)
 @pytest.mark.full
 def test_an_update_on_eight_v5e_moves_700_gb_of_each_chip(tmp_path):
     """681. 863 before chunks of 2,048 tokens, 724 where attention is computed again, and 717 where
     tokens are sliced into rows and prompts."""
-    run, planned, _ = update("v5e:2x4", tmp_path)
-    assert run.blueprint.remat == "attention"
+    compiled = compiled_programs.compiled(RECIPE, tmp_path, names=("update",))
+    assert compiled_programs.problems(compiled) == []
+    (planned,) = compiled.plan.planned
+    assert compiled.plan.run.blueprint.remat == "attention"
     assert planned.traffic.moved <= 700e9
     assert planned.peak <= 0.5 * topologies.CHIPS["v5e"].memory
 
@@ -46,7 +37,10 @@ def test_an_update_on_eight_v5e_moves_700_gb_of_each_chip(tmp_path):
 @NEEDS_CUDA
 def test_an_update_on_an_h100_holds_no_scores_and_moves_11_tb_at_the_most(tmp_path):
     """28.3 TB before, with attention by XLA, everything computed again, chunks of 256 tokens."""
-    run, planned, text = update("h100:1x1", tmp_path, *ONE_DEVICE)
+    chips = {"topology": "h100:1x1", "names": ("update",)}
+    compiled = compiled_programs.compiled(RECIPE, tmp_path, *ONE_DEVICE, **chips)
+    run, text = compiled.plan.run, compiled.texts["update"]
+    (planned,) = compiled.plan.planned
     geometry, heads = run.blueprint.geometry, run.blueprint.model.config.num_heads
     assert (run.blueprint.kernel.name, run.blueprint.remat) == ("cudnn", "dots")
     calls = {name: text.count(f'"__cudnn$fmhaSoftmax{name}"') for name in ("", "Backward")}

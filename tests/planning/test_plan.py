@@ -245,7 +245,6 @@ def test_twice_the_prompts_or_tokens_take_more_activations():
         assert temporaries(more, "update") > 1.2 * temporaries(once, "update")
 
 
-@pytest.mark.fault(3)
 @pytest.mark.full
 def test_whole_logits_are_found(tmp_path, monkeypatch):
     """The assertion of recipes on a program that has what it forbids."""

@@ -149,21 +149,15 @@ def batch_with_hanging(count, hanging):
 @pytest.mark.fault(17)
 @pytest.mark.full
 @pytest.mark.skipif(not THERE, reason="needs math-verify")
-@pytest.mark.parametrize(
-    ("count", "hanging", "batch_limit", "seconds"),
-    [(60, 6, 1.0, 40), pytest.param(2000, 100, 20.0, 60, marks=pytest.mark.full)],
-)
-def test_a_batch_with_hanging_answers_ends_and_all_others_are_scored(
-    count, hanging, batch_limit, seconds
-):
+def test_a_batch_with_hanging_answers_ends_and_all_others_are_scored():
     """At 5 s each and a new process afterwards, 100 would take 2 workers 8 minutes."""
-    completions, golds, scores = batch_with_hanging(count, hanging)
+    completions, golds, scores = batch_with_hanging(2000, 100)
     began = time.monotonic()
-    assert math_answer(completions, golds, workers=2, batch_limit=batch_limit) == scores
-    assert time.monotonic() - began < seconds
+    assert math_answer(completions, golds, workers=2, batch_limit=10.0) == scores
+    assert time.monotonic() - began < 50
     began = time.monotonic()
-    assert math_answer(completions, golds, workers=2, batch_limit=batch_limit) == scores
-    assert time.monotonic() - began < seconds / 2
+    assert math_answer(completions, golds, workers=2, batch_limit=10.0) == scores
+    assert time.monotonic() - began < 25
 
 
 @pytest.mark.full
