@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -9,7 +11,8 @@ import pytest
 from jaxgrpo.config import files as configs
 from jaxgrpo.config import own_code
 from jaxgrpo.core.errors import ConfigError, InputError
-from jaxgrpo.core.types import Rollouts
+from jaxgrpo.core.types import REPLAYED, Rollouts
+from jaxgrpo.rollout.drift import DRIFT, Drift
 from jaxgrpo.rollout.policies import (
     build_policy,
     difficulty_band,
@@ -234,3 +237,37 @@ def test_the_prompt_policy_of_the_examples_lets_solved_rows_rest(repository):
     assert solved[first + 1 : first + 3] == [False, False]
     everything = {**state, "rest": np.ones(3, np.int32)}
     assert len(policy.select(everything, 0, 2)) == 2  # all rest, and a step needs its prompts
+
+
+def drawn_behind(prompt, logp, **fields):
+    """A group of two samples of row 1, each of two tokens of these log-probs, behind a prompt."""
+    tokens = np.array([[[7, 8], [9, 6]]], np.int32)
+    arrays = {
+        "prompt_tokens": np.pad(np.array([prompt], np.int32), ((0, 0), (0, 3 - len(prompt)))),
+        "prompt_mask": np.arange(3)[None] < len(prompt),
+        "completion_tokens": tokens,
+        "token_mask": tokens > 0,
+        "behavior_logp": np.broadcast_to(np.reshape(np.float32(logp), (1, -1, 1)), tokens.shape),
+        "truncated": np.zeros((1, 2), bool),
+        "fields": fields,
+    }
+    return dataclasses.replace(groups([1], r=[[1, 0]]), **arrays)
+
+
+@pytest.mark.parametrize(
+    ("logp", "fields"),
+    [(-5 / 8, {}), ([-5 / 8, -3.0], {REPLAYED: np.array([[False, True]])})],
+    ids=["another prompt", "a sample of an earlier step"],
+)
+def test_the_drift_is_the_policys_alone(logp, fields):
+    """Log-probs of this policy are -1/8 of the prompt's first token: it has not moved at all."""
+
+    def rank(params, rollouts):
+        return rollouts.token_mask * (rollouts.prompt_tokens[:, :1, None] / np.float32(-8))
+
+    policy = Drift(sequential(), 2, 3, rank).watch()
+    assert policy.bring is not None
+    state = policy.init(ROWS, SEED)
+    assert np.isnan(policy.bring(state, None, drawn_behind([5, 6], logp))[DRIFT]).all()
+    state = policy.observe(state, drawn_behind([5, 6], logp, **fields))
+    assert policy.bring(state, None, drawn_behind([4], -0.5))[DRIFT].tolist() == [0.0]

@@ -65,14 +65,15 @@ def test_the_drift_is_the_mean_change_of_log_probs_on_the_last_completion(tmp_pa
             if row not in last:
                 assert np.isnan(drift[p])
                 continue
-            prompt = rollouts.prompt_tokens[p][rollouts.prompt_mask[p]]
-            tokens, then = last[row]
+            prompt, tokens, then = last[row]
             now = plain_logp(run, params, prompt, tokens, 0.8)
             np.testing.assert_allclose(drift[p], np.abs(now - then).mean(), atol=2e-5)
             measured += 1
         for p, row in enumerate(rollouts.row.tolist()):
-            mask = rollouts.token_mask[p, -1]
-            last[row] = rollouts.completion_tokens[p, -1][mask], rollouts.behavior_logp[p, -1][mask]
+            prompt = rollouts.prompt_tokens[p][rollouts.prompt_mask[p]]
+            at, mask = (p, -1), rollouts.token_mask[p, -1]
+            tokens, logp = rollouts.completion_tokens[at][mask], rollouts.behavior_logp[at][mask]
+            last[row] = prompt, tokens, logp
     assert measured >= 8  # those of a row that comes twice in a step are judged by that before it
     assert learner.step == 3
 

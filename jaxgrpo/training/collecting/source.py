@@ -147,7 +147,8 @@ def _make_policy(
     log-probs where it brings the drift."""
     policy = methods.make_policy(rollout.prompts, rewards, run_inputs.prompts.mixture)
     if rank is not None:
-        policy = Drift(policy, rollout.max_completion_tokens, rank).watch()
+        sizes = rollout.max_completion_tokens, rollout.max_prompt_tokens
+        policy = Drift(policy, *sizes, rank).watch()
     weights = {reward.name: reward.weight for reward in rewards}
     prefixes = make_prefixes(
         rollout.prefixes,
