@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgrpo.core.errors import InputError, build, suggest
-from jaxgrpo.core.types import Rollouts
+from jaxgrpo.core.types import REPLAYED, Rollouts
 from jaxgrpo.data.sources import Mixture
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout.selection import PromptPolicy, draw, reinstated, sequential, walk
@@ -281,9 +281,18 @@ class SuccessJudge(NamedTuple):
     weights: Weights | None
     mixture: Mixture | None = None
 
-    def rates(self, rewards: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The success rate of each group, float64 [P]; NaN if no sample was scored."""
+    def rates(
+        self, rewards: Mapping[str, np.ndarray], replayed: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The success rate of each group, float64 [P]; NaN if no sample was scored.
+
+        Args:
+          replayed: [P, G], samples of an earlier step, which come again since they are right: they
+            say nothing of the policy. None: there are none.
+        """
         won, scored = self.wins(rewards)
+        if replayed is not None:
+            won, scored = won & (replayed == 0), scored & (replayed == 0)
         number = scored.sum(1)
         return np.where(number > 0, won.sum(1) / np.maximum(number, 1), np.nan)
 
@@ -329,8 +338,9 @@ def _thinned(
 
     def observe(state: dict[str, np.ndarray], rollouts: Rollouts) -> dict[str, np.ndarray]:
         row, rewards = sharding.to_host((rollouts.row, dict(rollouts.rewards)))
+        replayed = sharding.to_host(rollouts.fields.get(REPLAYED))
         rate = state["rate"].copy()
-        for place, new_rate in zip(row, judge.rates(rewards), strict=True):
+        for place, new_rate in zip(row, judge.rates(rewards, replayed), strict=True):
             if np.isfinite(new_rate):
                 old_rate = rate[place] if np.isfinite(rate[place]) else new_rate
                 rate[place] = judge.decay * float(old_rate) + (1 - judge.decay) * new_rate

@@ -28,7 +28,7 @@ ROWS, SEED = 20, 5
 
 def groups(row, **rewards):
     """Rollouts of groups of these rows, with named rewards [P, G]."""
-    empty = dict.fromkeys(Rollouts.__dataclass_fields__)
+    empty = {**dict.fromkeys(Rollouts.__dataclass_fields__), "fields": {}}
     named = {name: np.asarray(value, np.float32) for name, value in rewards.items()}
     return Rollouts(**{**empty, "row": np.asarray(row, np.int32), "rewards": named})
 
@@ -109,6 +109,14 @@ def test_rates_are_a_running_mean_and_a_row_drawn_twice_is_seen_twice():
     after = policy.observe(state, groups([1], r=[[0, 0]]))
     np.testing.assert_allclose(after["rate"], [0.0, 0.375, NAN])
     np.testing.assert_allclose(state["rate"], [0.0, 0.75, NAN])  # pure: the old state stays
+
+
+def test_right_samples_of_earlier_steps_are_in_no_rate():
+    replayed = {REPLAYED: np.array([[False, False, True], [False, False, True]])}
+    group = groups([2, 0], r=[[0, 1, 1], [NAN, NAN, 1]])
+    policy = difficulty_band()
+    state = policy.observe(policy.init(3, 0), dataclasses.replace(group, fields=replayed))
+    np.testing.assert_allclose(state["rate"], [NAN, NAN, 0.5])
 
 
 def test_when_too_few_rows_are_left_the_least_solved_come_back():
