@@ -10,6 +10,7 @@ import pytest
 import small_run
 from resuming import assert_same_bits, died_and_resumed
 
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.data.tasks import arithmetic
 from jaxgrpo.models import sharding
@@ -113,3 +114,13 @@ def test_a_column_of_that_name_is_read_in_its_place(tmp_path):
     assert "last_tokens" not in run.stream.prompt_policy_state
     _, collected = by_hand.collect(run, run.learner, run.stream)
     assert (sharding.to_host(collected.rollouts).fields[DRIFT] == 0.5).all()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "what"),
+    [("top_p", 0.9, "some of the tokens"), ("weight_dtype", "int8", "a policy in 8 bits")],
+)
+def test_log_probs_of_another_distribution_are_no_movement(tmp_path, key, value, what):
+    changes = {**SPO, "loss.proximal": "trainer", f"rollout.{key}": value}
+    with pytest.raises(InputError, match=f"rollout.{key} = .*: samples come with .* of {what}"):
+        setup(small_run.config(tmp_path / "run", **changes))

@@ -29,6 +29,7 @@ from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.evaluation.rescoring import make_rescorer
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
+from jaxgrpo.models.low_bit import DTYPES as LOW_BIT
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT, Answers
@@ -144,9 +145,13 @@ def _make_policy(
     rank: Rank | None,
 ) -> tuple[PromptPolicy, Prefixes | None]:
     """The prompt policy, and the texts that prompts begin with, which it then watches. `rank` gives
-    log-probs where it brings the drift."""
+    log-probs where it brings the drift.
+
+    Raises: InputError where samples come with log-probs of another distribution than the policy's.
+    """
     policy = methods.make_policy(rollout.prompts, rewards, run_inputs.prompts.mixture)
     if rank is not None:
+        _refuse_other_distribution(rollout)
         sizes = rollout.max_completion_tokens, rollout.max_prompt_tokens
         policy = Drift(policy, *sizes, rank).watch()
     weights = {reward.name: reward.weight for reward in rewards}
@@ -159,6 +164,20 @@ def _make_policy(
         seed,
     )
     return policy if prefixes is None else prefixes.watch(policy), prefixes
+
+
+def _refuse_other_distribution(rollout: RolloutKeys) -> None:
+    """Raises: InputError where the drift would be that of the sampler from the policy."""
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_completion_tokens": 0}
+    cuts = [name for name, value in off.items() if getattr(rollout, name) != value]
+    low = [n for n in ("kv_cache_dtype", "weight_dtype") if getattr(rollout, n) in LOW_BIT]
+    for name in (*cuts, *low):
+        what = "some of the tokens" if name in cuts else "a policy in 8 bits"
+        raise InputError(
+            f"rollout.{name} = {getattr(rollout, name)!r}: samples come with log-probs of {what}, "
+            "which the drift of a recipe compares with those of the policy later; leave one of the "
+            "two out"
+        )
 
 
 def _make_select(
