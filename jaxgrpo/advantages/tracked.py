@@ -17,7 +17,7 @@ from jaxgrpo.advantages import base, stats
 from jaxgrpo.advantages.base import AdvantageTransform, Scheduled
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Metrics, mean
-from jaxgrpo.core.types import REPLAYED, Rollouts, RolloutSpec, Signal
+from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
 
 _INSTEAD = (
     "train on a data set of known size, or begin with init(spec_of(rollouts, num_rows=...));"
@@ -120,7 +120,7 @@ def mask_difficulty_band(
         in_band, scored = ~(hard | easy), signal.mask.any(axis=1, keepdims=True)
         success = signal.value >= base.at_step(threshold, rollouts, signal.value.dtype)
         share = base.at_step(keep, rollouts, samples.dtype)
-        new_state = _count(state, row, share, success, _fresh(signal.mask, rollouts))
+        new_state = _count(state, row, share, success, base.fresh_mask(signal.mask, rollouts))
         too_hard, too_easy = mean(hard, scored), mean(easy, scored)
         masked, metrics = base.keep_groups(signal, in_band, too_hard=too_hard, too_easy=too_easy)
         return masked, new_state, metrics
@@ -340,7 +340,7 @@ class _Tracker(NamedTuple):
         value = stats.widen(signal.value)
         centred = base.with_value(signal, value - estimate[:, None].astype(value.dtype))
         rho = self._retention(row, rollouts, alpha.dtype)
-        sums = _sums(signal.value, _fresh(signal.mask, rollouts))
+        sums = _sums(signal.value, base.fresh_mask(signal.mask, rollouts))
         success, number = (x.astype(alpha.dtype) for x in sums)
         visited = number > 0
         gap = success / jnp.maximum(number, 1) - estimate
@@ -433,12 +433,6 @@ def _count(state: Any, row: Array, keep: Any, success: Array, mask: Array) -> di
         "successes": share * state["successes"] + by_row(won),
         "samples": share * state["samples"] + new_samples,
     }
-
-
-def _fresh(mask: Array, rollouts: Rollouts) -> Array:
-    """The mask [P, G] without samples of earlier steps, which come again since they were right."""
-    replayed = rollouts.fields.get(REPLAYED)
-    return mask if replayed is None else mask & (replayed == 0)
 
 
 def _sums(value: Array, mask: Array) -> tuple[Array, Array]:
