@@ -29,6 +29,7 @@ def no_positive_resampling(
     success: float = 0.5,
     weights: Weights | None = None,
     mixture: Mixture | None = None,
+    sum_scored: bool = False,
 ) -> PromptPolicy:
     """Leaves out rows whose success rate has reached a threshold: they are solved.
 
@@ -42,13 +43,16 @@ def no_positive_resampling(
       success: the lowest value of it that is a success.
       weights: of the sum; a config fills in those of its rewards.
       mixture: of several sources; a config fills it in.
+      sum_scored: whether a reward that could not score a sample counts 0 in the sum, as in the part
+        of that name; else the sample is in no rate. A config fills in what its chain does.
 
     Source: ScaleRL, arXiv 2510.13786 (there 0.9, on the whole history).
     """
     if not 0 < threshold <= 1:
         raise InputError(f"no_positive_resampling: threshold = {threshold}, expected in (0, 1]")
 
-    judge = SuccessJudge("no_positive_resampling", decay, reward, success, weights, mixture)
+    measures = decay, reward, success, weights, mixture, sum_scored
+    judge = SuccessJudge("no_positive_resampling", *measures)
     return _thinned(judge, lambda rate, n: reinstated(~(rate >= threshold), rate, n))
 
 
@@ -60,6 +64,7 @@ def difficulty_band(
     success: float = 0.5,
     weights: Weights | None = None,
     mixture: Mixture | None = None,
+    sum_scored: bool = False,
 ) -> PromptPolicy:
     """Leaves out rows whose success rate is known and outside [low, high].
 
@@ -69,7 +74,7 @@ def difficulty_band(
 
     Args:
       low, high: the band, 0 <= low <= high <= 1.
-      decay, reward, success, weights, mixture: as in `no_positive_resampling`.
+      decay, reward, success, weights, mixture, sum_scored: as in `no_positive_resampling`.
     """
     if not 0 <= low <= high <= 1:
         raise InputError(
@@ -80,9 +85,8 @@ def difficulty_band(
         beyond = np.maximum(low - rate, rate - high)
         return reinstated(~(beyond > 0), beyond, n)
 
-    return _thinned(
-        SuccessJudge("difficulty_band", decay, reward, success, weights, mixture), chance
-    )
+    measures = decay, reward, success, weights, mixture, sum_scored
+    return _thinned(SuccessJudge("difficulty_band", *measures), chance)
 
 
 def spo_priority(
@@ -92,6 +96,7 @@ def spo_priority(
     success: float = 0.5,
     weights: Weights | None = None,
     mixture: Mixture | None = None,
+    sum_scored: bool = False,
 ) -> PromptPolicy:
     """Takes a row the more often, the less certain its outcome is.
 
@@ -104,7 +109,7 @@ def spo_priority(
       decay: v <- decay v + (1 - decay) (rate of the group), from 0.5. 0.875 remembers some eight
         groups, as SPO's tracker at its shortest.
       floor: keeps rows of certain outcome in the stream; above 0.
-      reward, success, weights, mixture: as in `no_positive_resampling`.
+      reward, success, weights, mixture, sum_scored: as in `no_positive_resampling`.
 
     Source: SPO, arXiv 2509.13232, which draws each batch from the weights without epochs.
     """
@@ -117,9 +122,8 @@ def spo_priority(
         weight = np.sqrt(wide * (1 - wide)) + floor
         return weight / weight.max()
 
-    return _thinned(
-        SuccessJudge("spo_priority", decay, reward, success, weights, mixture), chance, unknown=0.5
-    )
+    measures = decay, reward, success, weights, mixture, sum_scored
+    return _thinned(SuccessJudge("spo_priority", *measures), chance, unknown=0.5)
 
 
 def query_filter(
@@ -242,13 +246,17 @@ policies: dict[str, Callable[..., PromptPolicy]] = {
 
 
 def build_policy(
-    spec: Mapping[str, Any], weights: Weights | None = None, mixture: Mixture | None = None
+    spec: Mapping[str, Any],
+    weights: Weights | None = None,
+    mixture: Mixture | None = None,
+    sum_scored: bool = False,
 ) -> PromptPolicy:
     """The policy that {"use": name or an own factory, option: value, ...} names.
 
     Args:
       weights: of the run's rewards, for built-in policies that judge success.
       mixture: of the run's data, for those policies too.
+      sum_scored: whether the run's chain sums what scored a sample, for those that judge success.
 
     Raises: InputError with the nearest name or option.
     """
@@ -260,7 +268,7 @@ def build_policy(
                 f" {suggest(reward, weights)}"
             )
         options = inspect.signature(policies[use]).parameters
-        run_options = {"weights": weights, "mixture": mixture}
+        run_options = {"weights": weights, "mixture": mixture, "sum_scored": sum_scored}
         spec = {name: run_options[name] for name in run_options if name in options} | {**spec}
     policy = build("prompt policy", spec, policies)
     if not isinstance(policy, PromptPolicy):
@@ -280,6 +288,7 @@ class SuccessJudge(NamedTuple):
     success: float
     weights: Weights | None
     mixture: Mixture | None = None
+    sum_scored: bool = False  # unscored rewards count 0 in a sum with a scored one
 
     def rates(
         self, rewards: Mapping[str, np.ndarray], replayed: np.ndarray | None = None
@@ -314,6 +323,9 @@ class SuccessJudge(NamedTuple):
         weights = {name: (self.weights or {}).get(name, 1.0) for name in rewards}
         # A reward of weight 0 is not read, as in sum_rewards: it may leave samples unscored.
         parts = [weight * rewards[name] for name, weight in weights.items() if weight]
+        if self.sum_scored and parts:
+            scored = np.isfinite(parts)
+            return np.where(scored.any(0), np.where(scored, parts, 0).sum(0), np.nan)
         return sum(parts, np.zeros_like(next(iter(rewards.values()))))
 
 

@@ -111,6 +111,16 @@ def test_rates_are_a_running_mean_and_a_row_drawn_twice_is_seen_twice():
     np.testing.assert_allclose(state["rate"], [0.0, 0.75, NAN])  # pure: the old state stays
 
 
+def test_where_the_chain_sums_what_scored_a_sample_the_rate_is_of_that_sum():
+    sums, words = [[1, 0, NAN], [NAN, NAN, NAN]], [[NAN, NAN, NAN], [0.5, 1, NAN]]
+    weights = {"sums": 1.0, "words": 0.6, "length": 0.0}
+    rewards = {"sums": sums, "words": words, "length": np.ones((2, 3))}
+    for add_scored, rates in ((True, [0.5, 0.5, NAN]), (False, [NAN, NAN, NAN])):
+        policy = build_policy({"use": "difficulty_band"}, weights, sum_scored=add_scored)
+        state = policy.observe(policy.init(3, 0), groups([0, 1], **rewards))
+        np.testing.assert_allclose(state["rate"], rates)
+
+
 def test_right_samples_of_earlier_steps_are_in_no_rate():
     replayed = {REPLAYED: np.array([[False, False, True], [False, False, True]])}
     group = groups([2, 0], r=[[0, 1, 1], [NAN, NAN, 1]])

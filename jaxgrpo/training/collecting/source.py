@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxgrpo.advantages.streams import sums_scored
 from jaxgrpo.config import methods
 from jaxgrpo.config.keys import DataKeys, RolloutKeys, ScoreKeys, TrainKeys
 from jaxgrpo.core import records
@@ -107,7 +108,8 @@ def make_rollout_source(
     mesh, temperature = blueprint.samples_on, blueprint.sampling.temperature
     model = pretrained.model_on(mesh)
     rank = make_rank(model, mesh, temperature) if DRIFT in brought else None
-    policy, prefixes = _make_policy(rollout, run_inputs, rewards, train.seed, rank)
+    sums = sums_scored(chain)
+    policy, prefixes = _make_policy(rollout, run_inputs, rewards, train.seed, rank, sums)
     read, ends = chain.needs | policy.needs, blueprint.sampling.stop_tokens
     _refuse_whole_samples(geometry.has_forks, read | needs, blueprint.scores)
     answers = inputs.load_answers(data, rollout, pretrained, read, ends, rows)
@@ -143,13 +145,18 @@ def _make_policy(
     rewards: Sequence[Reward],
     seed: int,
     rank: Rank | None,
+    sum_scored: bool,
 ) -> tuple[PromptPolicy, Prefixes | None]:
-    """The prompt policy, and the texts that prompts begin with, which it then watches. `rank` gives
-    log-probs where it brings the drift.
+    """The prompt policy, and the texts that prompts begin with, which it then watches.
+
+    Args:
+      rank: gives log-probs where it brings the drift.
+      sum_scored: whether the chain of the run sums what scored a sample.
 
     Raises: InputError where samples come with log-probs of another distribution than the policy's.
     """
-    policy = methods.make_policy(rollout.prompts, rewards, run_inputs.prompts.mixture)
+    mixture = run_inputs.prompts.mixture
+    policy = methods.make_policy(rollout.prompts, rewards, mixture, sum_scored)
     if rank is not None:
         _refuse_other_distribution(rollout)
         sizes = rollout.max_completion_tokens, rollout.max_prompt_tokens
@@ -162,6 +169,7 @@ def _make_policy(
         rollout.max_prompt_tokens,
         weights,
         seed,
+        sum_scored,
     )
     return policy if prefixes is None else prefixes.watch(policy), prefixes
 
