@@ -290,8 +290,9 @@ class Table:
             tokens, begin = self._drawn[at], int(self._begin[at])
             tokens[searched:number] = arrays.newest[at][searched - number :]
             fewest = self.settings.min_completion_tokens - int(self._start[at]) - begin
-            earlier = self._earlier[at]  # in which a string may begin
-            text, before = np.concatenate([earlier, tokens[:number]]), len(earlier)
+            text, earlier = tokens[:number], self._earlier[at]  # in which a string may begin
+            if before := len(earlier):
+                text = np.concatenate([earlier, text])
             end = strings.end(text, before + searched, before + fewest)
             self._searched[at] = number if end is None else len(tokens)
             length[at] = -1 if end is None else begin - before + end
