@@ -16,7 +16,7 @@ from jax import Array
 from jaxgrpo.advantages import stats
 from jaxgrpo.core.errors import InputError, NotGiven, suggest
 from jaxgrpo.core.metrics import Metric, Metrics, mean
-from jaxgrpo.core.types import Rollouts, RolloutSpec, Signal
+from jaxgrpo.core.types import REPLAYED, Rollouts, RolloutSpec, Signal
 
 Streams = dict[str, Signal]
 Kind = Literal["streams->streams", "streams->signal", "signal->signal"]
@@ -227,6 +227,13 @@ def share_left(mask: Array, dtype: Any) -> Array:
     """
     number = stats.count(mask.any(-1) if mask.ndim == 3 else mask)
     return 1 - 1 / jnp.maximum(number, 1).astype(dtype)
+
+
+def fresh_mask(mask: Array, rollouts: Rollouts) -> Array:
+    """The mask [P, G] without samples of earlier steps. These come again since they were right, so
+    that they say nothing of how often a policy is (`experience.share`)."""
+    replayed = rollouts.fields.get(REPLAYED)
+    return mask if replayed is None else mask & (replayed == 0)
 
 
 def keep_groups(signal: Signal, keep: Array, **metrics: Metric) -> tuple[Signal, Metrics]:

@@ -294,7 +294,9 @@ def _towards(
             mask = mask & jnp.isfinite(base_rates(name, base_rate, rollouts, log_odds))
         supported = success & (log_odds > -jnp.inf)
         log_weight = jnp.where(supported & mask, log_odds, -jnp.inf)
-        log_z, state = estimate(log_weight, mask, state, rollouts)
+        drawn = base.fresh_mask(mask, rollouts)
+        drawn_weight = jnp.where(drawn, log_weight, -jnp.inf)
+        log_z, state = estimate(drawn_weight, drawn, state, rollouts)
         log_ratio, weight, weights = jnp.zeros_like(log_odds), None, {}
         if off_policy:
             log_ratio, weight = _ratio(name, rollouts)

@@ -189,7 +189,7 @@ def _rates_from_samples(
     verdict = base.finite(base.floating(value))
     verdict, success, refused = successes(_NAME, verdict, threshold, rollouts)
     log_odds, has_odds = log_odds_of_base(_NAME, rollouts)
-    mask = verdict.mask & has_odds
+    mask = base.fresh_mask(verdict.mask & has_odds, rollouts)
     # Cut before the exponential: a group's mean is at most 1, so one weight at most its size.
     highest = jnp.log(jnp.asarray(mask.shape[1], log_odds.dtype))
     weight = jnp.exp(jnp.minimum(jnp.where(mask & success, log_odds, -jnp.inf), highest))

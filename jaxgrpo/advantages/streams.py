@@ -74,6 +74,11 @@ def sum_scored(**weights: Scheduled) -> AdvantageTransform:
     return _sum("sum_scored", weights, operator.or_)
 
 
+def sums_scored(chain: AdvantageTransform) -> bool:
+    """Whether a chain adds up rewards as `sum_scored` does."""
+    return any(step.name == "sum_scored" for _, step in chain.steps)
+
+
 def sum_then(name: str, weights: Weights | None, *steps: AdvantageTransform) -> AdvantageTransform:
     """The recipe of that name: the weighted sum of the rewards, then the steps."""
     return chain(sum_rewards(**(weights or {})), *steps, name=name)

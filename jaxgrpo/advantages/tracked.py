@@ -120,7 +120,7 @@ def mask_difficulty_band(
         in_band, scored = ~(hard | easy), signal.mask.any(axis=1, keepdims=True)
         success = signal.value >= base.at_step(threshold, rollouts, signal.value.dtype)
         share = base.at_step(keep, rollouts, samples.dtype)
-        new_state = _count(state, row, share, success, signal.mask)
+        new_state = _count(state, row, share, success, base.fresh_mask(signal.mask, rollouts))
         too_hard, too_easy = mean(hard, scored), mean(easy, scored)
         masked, metrics = base.keep_groups(signal, in_band, too_hard=too_hard, too_easy=too_easy)
         return masked, new_state, metrics
@@ -340,7 +340,8 @@ class _Tracker(NamedTuple):
         value = stats.widen(signal.value)
         centred = base.with_value(signal, value - estimate[:, None].astype(value.dtype))
         rho = self._retention(row, rollouts, alpha.dtype)
-        success, number = (x.astype(alpha.dtype) for x in _sums(signal.value, signal.mask))
+        sums = _sums(signal.value, base.fresh_mask(signal.mask, rollouts))
+        success, number = (x.astype(alpha.dtype) for x in sums)
         visited = number > 0
         gap = success / jnp.maximum(number, 1) - estimate
         new_state = _visit(state, row, visited, rho, (alpha, beta), (success, number - success))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -140,7 +139,7 @@ def darling(field: str | None = None, floor: Scheduled = 0.1) -> AdvantageTransf
 
     Args:
       field: classes [P, G], by the name of a field or a reward, equal numbers being one class.
-        None: completions of the same tokens are one class.
+        None: completions of the same drawn tokens are one class.
       floor: in [0, 1]; a number or a function of the step.
 
     Signal: [P, G] -> [P, G], mask unchanged.  Raises: InputError on token-level values [P, G, T].
@@ -242,28 +241,29 @@ def _weighed(signal: Signal, weight: Array, normalise: bool) -> tuple[Signal, Me
 
 
 def _same_tokens(tokens: Array, token_mask: Array) -> Array:
-    """[P, G, G]: True where two samples have the same tokens at the places the policy chose.
+    """[P, G, G]: True where the policy chose the same tokens, in the same order, in two samples:
+    whatever stands between them, or before them, as a goal does.
 
     By two sums of 32 bits each: samples that differ are taken for the same once in 1e19 pairs. One
     pass over the tokens, where comparing all pairs of samples takes G^2 / 2.
     """
     size = tokens.shape[1]
     equal = jnp.ones((tokens.shape[0], size, size), bool)
-    for total in _fingerprints(jnp.where(token_mask, tokens, -1)):
+    for total in _fingerprints(tokens, token_mask):
         equal = equal & (total[:, :, None] == total[:, None])
     return equal
 
 
-def _fingerprints(tokens: Array) -> list[Array]:
-    """Two sums [P, G], modulo 2^32, of numbers that token and place are scrambled to.
+def _fingerprints(tokens: Array, mask: Array) -> list[Array]:
+    """Two sums [P, G], modulo 2^32, of numbers that token and place are scrambled to; a place is
+    counted in unmasked tokens.
 
     The token is scrambled before its place is added, and each sum has factors of its own: else two
     samples that differ at two places alike could agree in both.
     """
-    place = jax.lax.broadcasted_iota(jnp.uint32, tokens.shape, tokens.ndim - 1)
-    all_tokens = jnp.ones(tokens.shape, bool)
+    place = jnp.cumsum(mask, axis=-1, dtype=jnp.uint32)
     parts = (_scrambled(tokens.astype(jnp.uint32), place, factors) for factors in _FACTORS)
-    sums = reduce(*(summed(part, all_tokens) for part in parts), axis=-1)
+    sums = reduce(*(summed(part, mask) for part in parts), axis=-1)
     return [total[..., 0] for total in sums]
 
 

@@ -171,6 +171,9 @@ def _updates(values: Values) -> Iterator[str]:
         if (value := values.get(name)) and values.get("train.routing") == "fresh":
             problem = "reads the recorded experts of an update, which are then not those it takes"
             yield f'{name} = {value:g}: {problem}; set train.routing = "replay", or leave it out'
+        if value and values.get("data.completion"):
+            problem = "reads the experts that drew a sample, and no policy drew texts of the data"
+            yield f"{name} = {value:g}: {problem}; leave it out, or data.completion"
     if not (steps and iterations and minibatches):
         return
     warmup, updates = values.get("optimizer.warmup_steps", 0), steps * iterations * minibatches

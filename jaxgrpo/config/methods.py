@@ -204,10 +204,13 @@ def trace_chain(
 
 
 def make_policy(
-    named: Part, rewards: Sequence[Reward], mixture: Mixture | None = None
+    named: Part,
+    rewards: Sequence[Reward],
+    mixture: Mixture | None = None,
+    sum_scored: bool = False,
 ) -> PromptPolicy:
-    """The prompt policy that `rollout.prompts` names."""
-    return build_policy(_load_part(named), _weights(rewards), mixture)
+    """The prompt policy that `rollout.prompts` names; `sum_scored`: as in `build_policy`."""
+    return build_policy(_load_part(named), _weights(rewards), mixture, sum_scored)
 
 
 def make_objective(loss: LossKeys, max_completion_tokens: int) -> Objective:

@@ -56,11 +56,16 @@ class Answers(NamedTuple):
         """FORCED, THOUGHT and MASK of samples, and REACHED [P, G]: whether one wrote the prefix, if
         there is one, and ended by itself.
 
+        Words of an environment that a sample begins with, before any token of its own, are of its
+        thought.
+
         Args:
-          rollouts: host arrays, of which row and truncated are read.
-          ids: tokens of the P x G completions.
+          rollouts: host arrays, of which row, truncated and token_mask are read.
+          ids: tokens of the P x G completions, from the first that was drawn on.
         """
-        row, truncated = map(np.asarray, (rollouts.row, rollouts.truncated))
+        arrays = rollouts.row, rollouts.truncated, rollouts.token_mask
+        row, truncated, mask = map(np.asarray, arrays)
+        begins = np.argmax(mask, axis=-1).astype(np.int32)  # of those tokens
         forced = np.full((len(row), self.longest), -1, np.int32)
         for place, index in enumerate(row):
             forced[place, : len(self.forced[index])] = self.forced[index]
@@ -70,7 +75,7 @@ class Answers(NamedTuple):
         )
         is_token = np.arange(self.counts.max()) < self.counts[row][:, None]
         reached = ((thoughts < texts) | (not self.prefix)) & ~truncated
-        return {FORCED: forced, THOUGHT: thoughts, MASK: is_token, REACHED: reached}
+        return {FORCED: forced, THOUGHT: begins + thoughts, MASK: is_token, REACHED: reached}
 
     def text_tokens(self, ids: Sequence[int]) -> int:
         """The number of tokens of a completion without the one that ended it."""

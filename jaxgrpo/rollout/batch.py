@@ -116,8 +116,8 @@ class Batch:
         place = self._places[ordinal][0]
         return [self._request(ordinal, sample, self._prefix(place, sample)) for sample in samples]
 
-    def _request(self, ordinal: int, sample: int, prefix: np.ndarray) -> Request:
-        """The first request of a sample that begins with some tokens."""
+    def _request(self, ordinal: int, sample: int, prefix: np.ndarray, drawn: int = 0) -> Request:
+        """The first request of a sample that begins with some tokens, `drawn` of which were."""
         place = self._places[ordinal][0]
         prompt = self.prompts.prompt_tokens[place][self.prompts.prompt_mask[place]]
         request = Request(
@@ -131,6 +131,7 @@ class Batch:
             threshold=self._thresholds[ordinal],
             chunked=self._has_own_rows,
             state=None if self.dialogue is None else self.dialogue.first_state((ordinal, sample)),
+            drawn=drawn,
         )
         if request.is_greedy and self._first < self.tokens.shape[1]:
             request = request._replace(threshold=-np.inf)
@@ -151,7 +152,7 @@ class Batch:
                     array[place, branch.sample, : branch.cut] = start
             place = self._places[ordinal][0]
             prefix = self.tokens[place, branch.parent, : branch.cut].copy()
-            requests.append(self._request(ordinal, branch.sample, prefix))
+            requests.append(self._request(ordinal, branch.sample, prefix, drawn=branch.cut))
         return requests
 
     def _leaves(self, ordinal: int) -> list[trees.Leaf]:

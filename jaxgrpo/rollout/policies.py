@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgrpo.core.errors import InputError, build, suggest
-from jaxgrpo.core.types import Rollouts
+from jaxgrpo.core.types import REPLAYED, Rollouts
 from jaxgrpo.data.sources import Mixture
 from jaxgrpo.models import sharding
 from jaxgrpo.rollout.selection import PromptPolicy, draw, reinstated, sequential, walk
@@ -29,6 +29,7 @@ def no_positive_resampling(
     success: float = 0.5,
     weights: Weights | None = None,
     mixture: Mixture | None = None,
+    sum_scored: bool = False,
 ) -> PromptPolicy:
     """Leaves out rows whose success rate has reached a threshold: they are solved.
 
@@ -42,13 +43,16 @@ def no_positive_resampling(
       success: the lowest value of it that is a success.
       weights: of the sum; a config fills in those of its rewards.
       mixture: of several sources; a config fills it in.
+      sum_scored: whether a reward that could not score a sample counts 0 in the sum, as in the part
+        of that name; else the sample is in no rate. A config fills in what its chain does.
 
     Source: ScaleRL, arXiv 2510.13786 (there 0.9, on the whole history).
     """
     if not 0 < threshold <= 1:
         raise InputError(f"no_positive_resampling: threshold = {threshold}, expected in (0, 1]")
 
-    judge = SuccessJudge("no_positive_resampling", decay, reward, success, weights, mixture)
+    measures = decay, reward, success, weights, mixture, sum_scored
+    judge = SuccessJudge("no_positive_resampling", *measures)
     return _thinned(judge, lambda rate, n: reinstated(~(rate >= threshold), rate, n))
 
 
@@ -60,6 +64,7 @@ def difficulty_band(
     success: float = 0.5,
     weights: Weights | None = None,
     mixture: Mixture | None = None,
+    sum_scored: bool = False,
 ) -> PromptPolicy:
     """Leaves out rows whose success rate is known and outside [low, high].
 
@@ -69,7 +74,7 @@ def difficulty_band(
 
     Args:
       low, high: the band, 0 <= low <= high <= 1.
-      decay, reward, success, weights, mixture: as in `no_positive_resampling`.
+      decay, reward, success, weights, mixture, sum_scored: as in `no_positive_resampling`.
     """
     if not 0 <= low <= high <= 1:
         raise InputError(
@@ -80,9 +85,8 @@ def difficulty_band(
         beyond = np.maximum(low - rate, rate - high)
         return reinstated(~(beyond > 0), beyond, n)
 
-    return _thinned(
-        SuccessJudge("difficulty_band", decay, reward, success, weights, mixture), chance
-    )
+    measures = decay, reward, success, weights, mixture, sum_scored
+    return _thinned(SuccessJudge("difficulty_band", *measures), chance)
 
 
 def spo_priority(
@@ -92,6 +96,7 @@ def spo_priority(
     success: float = 0.5,
     weights: Weights | None = None,
     mixture: Mixture | None = None,
+    sum_scored: bool = False,
 ) -> PromptPolicy:
     """Takes a row the more often, the less certain its outcome is.
 
@@ -104,7 +109,7 @@ def spo_priority(
       decay: v <- decay v + (1 - decay) (rate of the group), from 0.5. 0.875 remembers some eight
         groups, as SPO's tracker at its shortest.
       floor: keeps rows of certain outcome in the stream; above 0.
-      reward, success, weights, mixture: as in `no_positive_resampling`.
+      reward, success, weights, mixture, sum_scored: as in `no_positive_resampling`.
 
     Source: SPO, arXiv 2509.13232, which draws each batch from the weights without epochs.
     """
@@ -117,9 +122,8 @@ def spo_priority(
         weight = np.sqrt(wide * (1 - wide)) + floor
         return weight / weight.max()
 
-    return _thinned(
-        SuccessJudge("spo_priority", decay, reward, success, weights, mixture), chance, unknown=0.5
-    )
+    measures = decay, reward, success, weights, mixture, sum_scored
+    return _thinned(SuccessJudge("spo_priority", *measures), chance, unknown=0.5)
 
 
 def query_filter(
@@ -242,13 +246,17 @@ policies: dict[str, Callable[..., PromptPolicy]] = {
 
 
 def build_policy(
-    spec: Mapping[str, Any], weights: Weights | None = None, mixture: Mixture | None = None
+    spec: Mapping[str, Any],
+    weights: Weights | None = None,
+    mixture: Mixture | None = None,
+    sum_scored: bool = False,
 ) -> PromptPolicy:
     """The policy that {"use": name or an own factory, option: value, ...} names.
 
     Args:
       weights: of the run's rewards, for built-in policies that judge success.
       mixture: of the run's data, for those policies too.
+      sum_scored: whether the run's chain sums what scored a sample, for those that judge success.
 
     Raises: InputError with the nearest name or option.
     """
@@ -260,7 +268,7 @@ def build_policy(
                 f" {suggest(reward, weights)}"
             )
         options = inspect.signature(policies[use]).parameters
-        run_options = {"weights": weights, "mixture": mixture}
+        run_options = {"weights": weights, "mixture": mixture, "sum_scored": sum_scored}
         spec = {name: run_options[name] for name in run_options if name in options} | {**spec}
     policy = build("prompt policy", spec, policies)
     if not isinstance(policy, PromptPolicy):
@@ -280,10 +288,20 @@ class SuccessJudge(NamedTuple):
     success: float
     weights: Weights | None
     mixture: Mixture | None = None
+    sum_scored: bool = False  # unscored rewards count 0 in a sum with a scored one
 
-    def rates(self, rewards: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The success rate of each group, float64 [P]; NaN if no sample was scored."""
+    def rates(
+        self, rewards: Mapping[str, np.ndarray], replayed: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The success rate of each group, float64 [P]; NaN if no sample was scored.
+
+        Args:
+          replayed: [P, G], samples of an earlier step, which come again since they are right: they
+            say nothing of the policy. None: there are none.
+        """
         won, scored = self.wins(rewards)
+        if replayed is not None:
+            won, scored = won & (replayed == 0), scored & (replayed == 0)
         number = scored.sum(1)
         return np.where(number > 0, won.sum(1) / np.maximum(number, 1), np.nan)
 
@@ -305,6 +323,9 @@ class SuccessJudge(NamedTuple):
         weights = {name: (self.weights or {}).get(name, 1.0) for name in rewards}
         # A reward of weight 0 is not read, as in sum_rewards: it may leave samples unscored.
         parts = [weight * rewards[name] for name, weight in weights.items() if weight]
+        if self.sum_scored and parts:
+            scored = np.isfinite(parts)
+            return np.where(scored.any(0), np.where(scored, parts, 0).sum(0), np.nan)
         return sum(parts, np.zeros_like(next(iter(rewards.values()))))
 
 
@@ -329,8 +350,9 @@ def _thinned(
 
     def observe(state: dict[str, np.ndarray], rollouts: Rollouts) -> dict[str, np.ndarray]:
         row, rewards = sharding.to_host((rollouts.row, dict(rollouts.rewards)))
+        replayed = sharding.to_host(rollouts.fields.get(REPLAYED))
         rate = state["rate"].copy()
-        for place, new_rate in zip(row, judge.rates(rewards), strict=True):
+        for place, new_rate in zip(row, judge.rates(rewards, replayed), strict=True):
             if np.isfinite(new_rate):
                 old_rate = rate[place] if np.isfinite(rate[place]) else new_rate
                 rate[place] = judge.decay * float(old_rate) + (1 - judge.decay) * new_rate

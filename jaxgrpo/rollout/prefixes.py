@@ -117,6 +117,7 @@ def make_prefixes(
     max_prompt_tokens: int,
     weights: Weights | None,
     seed: int,
+    sum_scored: bool = False,
 ) -> Prefixes | None:
     """The population that `rollout.prefixes` describes; None: none.
 
@@ -124,6 +125,7 @@ def make_prefixes(
       max_prompt_tokens: the longest prompt with its text, in tokens.
       weights: of the rewards.
       seed: of the run.
+      sum_scored: as in `jaxgrpo.rollout.policies.build_policy`.
 
     Raises: InputError where it is no population, its success cannot be judged, or a prompt with
       a text cannot be written out or is too long.
@@ -133,7 +135,7 @@ def make_prefixes(
     check(keys, weights or {})
     texts, reward, success = keys["texts"], keys.get("reward"), keys.get("success", 0.5)
     encoded = [_encode_with(text, prompts, chat, max_prompt_tokens) for text in texts]
-    judge = SuccessJudge(WHERE, 0.0, reward, success, weights)
+    judge = SuccessJudge(WHERE, 0.0, reward, success, weights, sum_scored=sum_scored)
     return Prefixes(texts, encoded, keys["every"], judge, seed)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxgrpo.advantages import AdvantageTransform
+from jaxgrpo.advantages.streams import sums_scored
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.contenders import make_atlases
 from jaxgrpo.config.files import Config
@@ -215,8 +216,10 @@ def _assemble(
     source = make_rollout_source(
         rollout, data, train, config.scores, run_inputs, blueprint, draw_groups, rewards, brought
     )
-    mesh, seed = blueprint.samples_on, train.seed
-    source = with_experience(source, config.experience, rollout, run_inputs, rewards, seed, mesh)
+    mesh, seed, sums = blueprint.samples_on, train.seed, sums_scored(blueprint.chain)
+    source = with_experience(
+        source, config.experience, rollout, run_inputs, rewards, seed, mesh, sums
+    )
     # Saved rollouts have ended all at once, and groups with experience are mixed first.
     waits = bool(run_inputs.replay) or share > 0
     collector = _make_collector(rollout, train.steps, run_inputs, rewards, method, source, waits)

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxgrpo.advantages import stats
 from jaxgrpo.advantages.base import AdvantageTransform
+from jaxgrpo.advantages.streams import sums_scored
 from jaxgrpo.core.metrics import Mean, Metrics, maximum, mean, merge, minimum
 from jaxgrpo.core.scores import ANSWERED, SCORES
 from jaxgrpo.core.types import REPLAYED, Rollouts
@@ -454,7 +455,7 @@ def as_summed(
 
     A sample that none of those with a weight could score stays NaN. Shapes: each reward [P, G].
     """
-    if all(step.name != "sum_scored" for _, step in chain.steps):
+    if not sums_scored(chain):
         return rewards
     terms = [r for name, r in rewards.items() if weights is None or weights[name] != 0]
     scored = functools.reduce(operator.or_, map(jnp.isfinite, terms))

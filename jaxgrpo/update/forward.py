@@ -258,6 +258,7 @@ def token_values(
     """
     temperature, logits_per_chunk = settings.temperature, settings.logits_per_chunk
     values: dict[str, Any] = {}
+    drawn_among: Any = {"count": flat.count, "support": recorded_support(micro, flat)}
     if quantities & {"logp", "entropy"}:
         values["logp"], values["entropy"] = token_logprobs(
             head,
@@ -266,15 +267,14 @@ def token_values(
             temperature=temperature,
             entropy="value" if "entropy" in quantities else "none",
             logits_per_chunk=logits_per_chunk,
-            count=flat.count,
-            support=recorded_support(micro, flat),
+            **drawn_among,
         )
     if "rank" in quantities:
         values["rank"] = logprobs.token_rank(unembed, hidden, flat.targets)
     if "collision" in quantities:
         # With f(x) = logsumexp(z / x) the sum of squares is exp(f(x / 2) - 2 f(x)), and z goes.
         warm, cold = (
-            token_logprobs(head, hidden, flat.targets, temperature=x, count=flat.count)[0]
+            token_logprobs(head, hidden, flat.targets, temperature=x, **drawn_among)[0]
             for x in (temperature, temperature / 2)
         )
         values["collision"] = jnp.exp(jnp.minimum(2 * warm - cold, 0))

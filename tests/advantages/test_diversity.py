@@ -82,15 +82,27 @@ def test_without_classes_equal_completions_are_one_class():
     np.testing.assert_allclose(value[0], [0.8, 0.8, 0.8, 0.8, 1, 1], rtol=1e-12)
 
 
+def test_what_stands_before_or_between_chosen_tokens_is_of_no_class():
+    """A goal before the first two: of one token, and of two."""
+    tokens = [[8, 1, 2, 3, 0], [8, 9, 1, 2, 3], [1, 2, 8, 3, 0], [1, 3, 2, 0, 0]]
+    mask = [[0, 1, 1, 1, 0], [0, 0, 1, 1, 1], [1, 1, 0, 1, 0], [1, 1, 1, 0, 0]]
+    masks = np.array([mask], bool)
+    diverse = chain(sum_rewards(), darling())
+    value = run(diverse, np.ones((1, 4)), completion_tokens=[tokens], token_mask=masks)
+    np.testing.assert_allclose(value[0], [1 / 3, 1 / 3, 1 / 3, 1], rtol=1e-12)
+
+
 def test_no_two_completions_share_their_fingerprints():
     every = np.array(list(itertools.product(range(12), repeat=4)))
-    first_hash, second_hash = _fingerprints(jnp.asarray(every[None]))
+    every_place = np.ones((1, *every.shape), bool)
+    first_hash, second_hash = _fingerprints(jnp.asarray(every[None]), jnp.asarray(every_place))
     assert len(set(zip(first_hash[0].tolist(), second_hash[0].tolist(), strict=True))) == len(every)
     # Renamings at two places, which sums of one scramble of token and place would confuse.
     names = np.random.default_rng(0).integers(0, 150_000, 40_000)
     twice = np.stack([names, 0 * names + 7, 0 * names + 8, names], -1)
     pairs = [[6145, 7, 8, 6145], [56596, 7, 8, 56596]]
-    first_hash, second_hash = _fingerprints(jnp.asarray(np.concatenate([pairs, twice])[None]))
+    pairs = jnp.asarray(np.concatenate([pairs, twice])[None])
+    first_hash, second_hash = _fingerprints(pairs, jnp.ones(pairs.shape, bool))
     fingerprints = set(zip(first_hash[0].tolist(), second_hash[0].tolist(), strict=True))
     assert len(fingerprints) == len({6145, 56596, *names.tolist()})
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxgrpo import advantages as adv
+from jaxgrpo.advantages.registry import plain_rollouts
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import Mean
 
@@ -416,3 +417,19 @@ def test_a_prompt_whose_base_rate_is_not_known_has_no_target_and_is_masked(part)
     alone, _ = adv.evaluate(transform, rewards, rate=np.full(3, 0.5), **rollout_fields)
     np.testing.assert_array_equal(value[1], alone[1])
     assert (value[1] != 0).all()
+
+
+def test_right_samples_of_earlier_steps_say_nothing_of_the_bases_success_rate():
+    """Of the two that were drawn one is right, and base and policy agree on all: Z is 1/2."""
+    names = ("base_logp", "behavior_logp", "trainer_logp")
+    arrays: dict[str, Any] = {name: np.full((1, 3, 1), -1.0) for name in names}
+    arrays |= {"token_mask": np.ones((1, 3, 1), bool), "replayed": [[0, 0, 1]]}
+    rollouts, spec = plain_rollouts([[1.0, 0.0, 1.0]], **arrays)
+    for recipe in ("alpha_dpg", "f_dpg"):
+        _, _, metrics = adv.compute(adv.build(recipe), rollouts)
+        assert metrics[f"{recipe}/z"].result() == pytest.approx(0.5)
+    part = adv.add_kl_return_for_validity(0.9)
+    recipe = adv.chain(part)
+    _, state, _ = adv.compute(recipe, rollouts, recipe.init(spec))
+    total, count = (float(state[part.name][name][0]) for name in ("total", "count"))
+    assert (total, count) == (1, 2)

@@ -146,6 +146,14 @@ def test_a_group_forgets_once_and_what_could_not_be_scored_is_no_failure():
     np.testing.assert_array_equal(values[0][0], [0.5, 0.5, -0.5, NAN])
 
 
+def test_right_samples_of_earlier_steps_say_nothing_of_the_policy():
+    batch = make_rollouts([[1.0, 0.0, 1.0]], replayed=[[0, 0, 1]])
+    _, states = through(adv.subtract_tracked_success(keep=1.0), [batch])
+    assert (states[-1]["alpha"][0], states[-1]["beta"][0]) == (4 + 1, 4 + 1)
+    _, states = through(adv.mask_difficulty_band(), [batch])
+    assert (states[-1]["successes"][0], states[-1]["samples"][0]) == (1, 2)
+
+
 def test_a_rows_first_estimate_may_be_a_column_of_the_data():
     part = adv.subtract_tracked_success(initial="rate", keep=1.0)
     batch = make_rollouts([[1.0], [0.0], [1.0]], [0, 1, 2], rate=[0.25, 0.75, NAN])

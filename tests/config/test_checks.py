@@ -139,6 +139,8 @@ def test_loads_of_experts_are_those_that_are_taken_again(key):
     (problem,) = problems(f"{key}=0.01", "train.routing=fresh")
     assert f"{key} = 0.01: reads the recorded experts" in problem
     assert 'set train.routing = "replay"' in problem
+    (problem,) = problems(f"{key}=0.01", "data.completion=answer")
+    assert f"{key} = 0.01: reads the experts that drew a sample" in problem
 
 
 def test_weights_of_trainer_over_sampler_may_stand_where_no_ratio_holds_them_already():

@@ -87,9 +87,12 @@ def test_fields_hold_each_row_and_each_samples_thought():
     assert row_answers.num_cut == 1
     texts = ["88#A=1", "x", "", "#A=", "4#A", "éé#A=#A="]
     cut = [[False, False, False], [True, False, False]]
-    rollouts, _ = plain_rollouts(np.zeros((2, 3)), row=np.array([2, 1]), truncated=cut)
+    mask = np.ones((2, 3, 9), bool)
+    mask[1, 2, :2] = False  # an environment has said two tokens first
+    arrays = {"row": np.array([2, 1]), "truncated": cut, "token_mask": mask}
+    rollouts, _ = plain_rollouts(np.zeros((2, 3)), **arrays)
     fields = row_answers.fields(rollouts, [encode(text) for text in texts])
-    assert fields[THOUGHT].tolist() == [[2, 1, 0], [0, 2, 4]]
+    assert fields[THOUGHT].tolist() == [[2, 1, 0], [0, 2, 2 + 4]]
     assert fields[MASK].tolist() == [[True, True], [True, False]]
     assert fields[REACHED].tolist() == [[True, False, False], [False, False, True]]
     plain = answers("").fields(rollouts, [encode(text) for text in texts])

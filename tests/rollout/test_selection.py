@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -9,7 +11,8 @@ import pytest
 from jaxgrpo.config import files as configs
 from jaxgrpo.config import own_code
 from jaxgrpo.core.errors import ConfigError, InputError
-from jaxgrpo.core.types import Rollouts
+from jaxgrpo.core.types import REPLAYED, Rollouts
+from jaxgrpo.rollout.drift import DRIFT, Drift
 from jaxgrpo.rollout.policies import (
     build_policy,
     difficulty_band,
@@ -25,7 +28,7 @@ ROWS, SEED = 20, 5
 
 def groups(row, **rewards):
     """Rollouts of groups of these rows, with named rewards [P, G]."""
-    empty = dict.fromkeys(Rollouts.__dataclass_fields__)
+    empty = {**dict.fromkeys(Rollouts.__dataclass_fields__), "fields": {}}
     named = {name: np.asarray(value, np.float32) for name, value in rewards.items()}
     return Rollouts(**{**empty, "row": np.asarray(row, np.int32), "rewards": named})
 
@@ -106,6 +109,24 @@ def test_rates_are_a_running_mean_and_a_row_drawn_twice_is_seen_twice():
     after = policy.observe(state, groups([1], r=[[0, 0]]))
     np.testing.assert_allclose(after["rate"], [0.0, 0.375, NAN])
     np.testing.assert_allclose(state["rate"], [0.0, 0.75, NAN])  # pure: the old state stays
+
+
+def test_where_the_chain_sums_what_scored_a_sample_the_rate_is_of_that_sum():
+    sums, words = [[1, 0, NAN], [NAN, NAN, NAN]], [[NAN, NAN, NAN], [0.5, 1, NAN]]
+    weights = {"sums": 1.0, "words": 0.6, "length": 0.0}
+    rewards = {"sums": sums, "words": words, "length": np.ones((2, 3))}
+    for add_scored, rates in ((True, [0.5, 0.5, NAN]), (False, [NAN, NAN, NAN])):
+        policy = build_policy({"use": "difficulty_band"}, weights, sum_scored=add_scored)
+        state = policy.observe(policy.init(3, 0), groups([0, 1], **rewards))
+        np.testing.assert_allclose(state["rate"], rates)
+
+
+def test_right_samples_of_earlier_steps_are_in_no_rate():
+    replayed = {REPLAYED: np.array([[False, False, True], [False, False, True]])}
+    group = groups([2, 0], r=[[0, 1, 1], [NAN, NAN, 1]])
+    policy = difficulty_band()
+    state = policy.observe(policy.init(3, 0), dataclasses.replace(group, fields=replayed))
+    np.testing.assert_allclose(state["rate"], [NAN, NAN, 0.5])
 
 
 def test_when_too_few_rows_are_left_the_least_solved_come_back():
@@ -234,3 +255,37 @@ def test_the_prompt_policy_of_the_examples_lets_solved_rows_rest(repository):
     assert solved[first + 1 : first + 3] == [False, False]
     everything = {**state, "rest": np.ones(3, np.int32)}
     assert len(policy.select(everything, 0, 2)) == 2  # all rest, and a step needs its prompts
+
+
+def drawn_behind(prompt, logp, **fields):
+    """A group of two samples of row 1, each of two tokens of these log-probs, behind a prompt."""
+    tokens = np.array([[[7, 8], [9, 6]]], np.int32)
+    arrays = {
+        "prompt_tokens": np.pad(np.array([prompt], np.int32), ((0, 0), (0, 3 - len(prompt)))),
+        "prompt_mask": np.arange(3)[None] < len(prompt),
+        "completion_tokens": tokens,
+        "token_mask": tokens > 0,
+        "behavior_logp": np.broadcast_to(np.reshape(np.float32(logp), (1, -1, 1)), tokens.shape),
+        "truncated": np.zeros((1, 2), bool),
+        "fields": fields,
+    }
+    return dataclasses.replace(groups([1], r=[[1, 0]]), **arrays)
+
+
+@pytest.mark.parametrize(
+    ("logp", "fields"),
+    [(-5 / 8, {}), ([-5 / 8, -3.0], {REPLAYED: np.array([[False, True]])})],
+    ids=["another prompt", "a sample of an earlier step"],
+)
+def test_the_drift_is_the_policys_alone(logp, fields):
+    """Log-probs of this policy are -1/8 of the prompt's first token: it has not moved at all."""
+
+    def rank(params, rollouts):
+        return rollouts.token_mask * (rollouts.prompt_tokens[:, :1, None] / np.float32(-8))
+
+    policy = Drift(sequential(), 2, 3, rank).watch()
+    assert policy.bring is not None
+    state = policy.init(ROWS, SEED)
+    assert np.isnan(policy.bring(state, None, drawn_behind([5, 6], logp))[DRIFT]).all()
+    state = policy.observe(state, drawn_behind([5, 6], logp, **fields))
+    assert policy.bring(state, None, drawn_behind([4], -0.5))[DRIFT].tolist() == [0.0]

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -13,10 +14,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jaxgrpo.models.logprobs import confidence_from_logits
-from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.engine import Request, SamplingSettings
+from jaxgrpo.rollout.slots import table
+from jaxgrpo.rollout.slots.capacity import Sizes
 from jaxgrpo.rollout.slots.driver import SlotEngine
+from jaxgrpo.rollout.slots.state import Drawn
 from jaxgrpo.rollout.stopping import EarlyStop, StopStrings
 from jaxgrpo.rollout.texts import decode_texts
+from jaxgrpo.rollout.trees import DEPTH, Trees
 
 KEY = jax.random.key_data(jax.random.key(3))
 GROUP, STEPS = 3, 12
@@ -157,6 +162,38 @@ def test_a_forced_prefix_holds_no_stop_string():
         np.testing.assert_array_equal(
             stopped.completion_tokens[place][stopped.token_mask[place]], want
         )
+
+
+@pytest.mark.parametrize(("drawn", "end"), [(2, 3), (0, -1)], ids=["a branch", "a goal"])
+def test_a_string_may_begin_in_tokens_that_a_branch_has_of_another_sample(drawn, end):
+    """Tokens 2, 3, 4 are C, D, E: behind "CD" the first letter that is drawn completes "CDE"."""
+    strings = StopStrings(Letters(), ["CDE"])
+    settings = SamplingSettings(STEPS, 1.0, (tiny.END,), tiny.PAD, 4, stop_strings=strings)
+    tokens, key = np.array([9, 2, 3], np.int32), np.asarray(KEY)
+    request = Request(0, 0, tokens, 2, STEPS - 2, key, drawn=drawn)
+    samples = table.Table(Sizes.for_prompts(1, 1, 1, 1, 4), settings, "cpu")
+    samples.add(table.group_requests([request]))
+    samples.enter(0)
+    newest = Drawn(jnp.array([[2]]), jnp.array([[[-1, -1, 4, 5]]]))
+    assert samples.stops(newest, 0).tolist() == [[end]]
+
+
+@pytest.mark.slow
+def test_leaves_of_trees_end_with_the_first_string_of_their_text():
+    """Each string is an F and the letter behind it, so that branches begin within strings too."""
+    strings = ["F" + Letters().decode([token], False) for token in range(tiny.VOCAB)]
+    trees = Trees("uniform", 1, 8, 1, 1, 1, 9, STEPS)
+    prompts = tiny.prompts(9, seed=5)
+    slots = engine(prompts.prompt_tokens.shape[1], stop_strings=StopStrings(Letters(), strings))
+    leaves = draw_all(slots, tiny.params(), prompts, KEY, trees.group_size, grown=trees)
+    depth, within = leaves.fields[DEPTH], 0
+    for place in np.ndindex(leaves.truncated.shape):
+        text = Letters().decode(leaves.completion_tokens[place][leaves.token_mask[place]], False)
+        first = text.find("F")
+        if 0 <= first < len(text) - 1:
+            assert first + 2 == len(text)
+            within += depth[place][first + 1] != depth[place][first]
+    assert within > 2
 
 
 @pytest.mark.full

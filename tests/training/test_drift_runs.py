@@ -10,6 +10,7 @@ import pytest
 import small_run
 from resuming import assert_same_bits, died_and_resumed
 
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.data.tasks import arithmetic
 from jaxgrpo.models import sharding
@@ -65,14 +66,15 @@ def test_the_drift_is_the_mean_change_of_log_probs_on_the_last_completion(tmp_pa
             if row not in last:
                 assert np.isnan(drift[p])
                 continue
-            prompt = rollouts.prompt_tokens[p][rollouts.prompt_mask[p]]
-            tokens, then = last[row]
+            prompt, tokens, then = last[row]
             now = plain_logp(run, params, prompt, tokens, 0.8)
             np.testing.assert_allclose(drift[p], np.abs(now - then).mean(), atol=2e-5)
             measured += 1
         for p, row in enumerate(rollouts.row.tolist()):
-            mask = rollouts.token_mask[p, -1]
-            last[row] = rollouts.completion_tokens[p, -1][mask], rollouts.behavior_logp[p, -1][mask]
+            prompt = rollouts.prompt_tokens[p][rollouts.prompt_mask[p]]
+            at, mask = (p, -1), rollouts.token_mask[p, -1]
+            tokens, logp = rollouts.completion_tokens[at][mask], rollouts.behavior_logp[at][mask]
+            last[row] = prompt, tokens, logp
     assert measured >= 8  # those of a row that comes twice in a step are judged by that before it
     assert learner.step == 3
 
@@ -112,3 +114,13 @@ def test_a_column_of_that_name_is_read_in_its_place(tmp_path):
     assert "last_tokens" not in run.stream.prompt_policy_state
     _, collected = by_hand.collect(run, run.learner, run.stream)
     assert (sharding.to_host(collected.rollouts).fields[DRIFT] == 0.5).all()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "what"),
+    [("top_p", 0.9, "some of the tokens"), ("weight_dtype", "int8", "a policy in 8 bits")],
+)
+def test_log_probs_of_another_distribution_are_no_movement(tmp_path, key, value, what):
+    changes = {**SPO, "loss.proximal": "trainer", f"rollout.{key}": value}
+    with pytest.raises(InputError, match=f"rollout.{key} = .*: samples come with .* of {what}"):
+        setup(small_run.config(tmp_path / "run", **changes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import by_hand
 import numpy as np
@@ -12,6 +13,7 @@ import small_run
 
 from jaxgrpo.cli.main import main
 from jaxgrpo.core.errors import ConfigError, InputError
+from jaxgrpo.core.types import Rollouts
 from jaxgrpo.training import loop
 from jaxgrpo.training.records import rollout_files
 from jaxgrpo.training.setup import setup
@@ -99,6 +101,20 @@ def test_tokens_are_counted_that_the_step_drew(tmp_path):
     assert collected.metrics["num_tokens"].result() == number
     assert np.asarray(collected.rollouts.fields["replayed"]).any()
     assert np.asarray(collected.rollouts.token_mask).sum() != number  # others made room
+
+
+@pytest.mark.parametrize(("recipe", "rate"), [("like_trl", 1.0), ("dr_grpo", np.nan)])
+def test_a_success_is_of_the_sum_that_the_chain_makes(tmp_path, recipe, rate):
+    changes = {name: value for name, value in EXGRPO.items() if name != "experience.reward"}
+    changes |= {"recipe": recipe, "rollout.prompts": {"use": "difficulty_band"}}
+    source = setup(small_run.config(tmp_path, **changes)).collector.source
+    rewards = {"arithmetic": np.ones((1, 2)), "digits": np.full((1, 2), np.nan)}
+    empty: dict[str, Any] = {**dict.fromkeys(Rollouts.__dataclass_fields__), "fields": {}}
+    rollouts = Rollouts(**{**empty, "row": np.zeros(1, np.int32), "rewards": rewards})
+    state: Any = source.policy.observe(source.policy.init(3, 0), rollouts)
+    assert source.experiencer is not None
+    rates = [state["rate"][0], *source.experiencer.judge.rates(rewards)]
+    np.testing.assert_array_equal(rates, rate)
 
 
 @pytest.mark.full

@@ -176,6 +176,22 @@ def test_packed_log_probs_are_those_of_each_sample_alone():
     np.testing.assert_allclose(fields["trainer_logp"], renormalised(table, rollouts), atol=1e-4)
 
 
+def test_two_draws_agree_as_often_as_among_the_tokens_of_the_support():
+    functions, blueprint = steps()
+    preparer, rollouts = functions.prepare.__self__, drawn()
+    learner = first_learner(blueprint, tiny.params(seed=1), PROMPTS, ("reward",))
+    on_device = jax.tree.map(jnp.asarray, rollouts)
+    lengths = sharding.to_host(preparer.measure(on_device))
+    names, geometry = ["token_collision"], blueprint.geometry
+    (collision,) = preparer.score_samples(learner, names, on_device, lengths, geometry).values()
+    table = tiny.whole_tables(tiny.UNIFORM, tiny.params(seed=1), rollouts, TEMPERATURE)
+    is_in = (rollouts.fields[SUPPORT][..., None] == np.arange(tiny.VOCAB)).any(-2)
+    share = np.where(is_in, np.exp(np.asarray(table, np.float64)), 0)
+    share = share / np.maximum(share.sum(-1, keepdims=True), 1e-9)
+    expected = np.where(rollouts.token_mask, (share**2).sum(-1), 0)
+    np.testing.assert_allclose(collision, expected, atol=1e-4)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", [(1, 2, 2), (2, 2, 1)])
 def test_four_devices_make_the_update_of_one(mesh):

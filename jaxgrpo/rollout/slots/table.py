@@ -99,6 +99,7 @@ class Table:
         self._since = np.full(places, NEVER)  # the first segment that its sample is in
         self._searched = np.zeros(places, int)  # drawn tokens that were searched for stop strings
         self._drawn = np.zeros((*places, settings.max_completion_tokens), np.int32)  # and these
+        self._earlier: dict[tuple[int, int], np.ndarray] = {}  # as `Request.drawn` says
         self._is_cut = np.zeros(places, bool)
         self._begin = np.zeros(places, int)  # the first token of its turn, at its place
         self._start = np.zeros(places, int)  # `Samples.start`
@@ -183,6 +184,7 @@ class Table:
             chunked[at] = number if number >= self._least_chunked else 0
             limit[at] = self._begin[at] + request.limit
             self._since[at], self._searched[at], self._is_cut[at] = segment, 0, False
+            self._earlier[at] = request.tokens[len(request.tokens) - request.drawn :]
         self._replies = []
         tokens = _padded(fed, places, self.settings.max_completion_tokens)
         return Replies(leaves, goes_on, start, tokens, chunked, limit)
@@ -221,6 +223,7 @@ class Table:
             self._since[place], self._searched[place], self._is_cut[place] = segment, 0, False
             self._begin[place] = len(request.tokens) - len(group.prompt)
             self._start[place] = request.offset - self._begin[place]
+            self._earlier[place] = request.tokens[len(request.tokens) - request.drawn :]
         return self._entries(new) if new else None
 
     def fill(self, rows: Rows) -> list[list[Filling]] | None:
@@ -287,9 +290,12 @@ class Table:
             tokens, begin = self._drawn[at], int(self._begin[at])
             tokens[searched:number] = arrays.newest[at][searched - number :]
             fewest = self.settings.min_completion_tokens - int(self._start[at]) - begin
-            end = strings.end(tokens[:number], searched, fewest)
+            text, earlier = tokens[:number], self._earlier[at]  # in which a string may begin
+            if before := len(earlier):
+                text = np.concatenate([earlier, text])
+            end = strings.end(text, before + searched, before + fewest)
             self._searched[at] = number if end is None else len(tokens)
-            length[at] = -1 if end is None else begin + end
+            length[at] = -1 if end is None else begin - before + end
         self._is_cut |= length >= 0
         return length
 

@@ -50,12 +50,14 @@ def with_experience(
     rewards: Sequence[Reward],
     seed: int,
     mesh: Mesh,
+    sum_scored: bool = False,
 ) -> RolloutSource:
     """The source of a run that trains on right samples of earlier steps again; without
     `experience.share` the one that it is given.
 
     Args:
       seed, mesh: `train.seed`, and the mesh that the run samples on.
+      sum_scored: as in `jaxgrpo.rollout.policies.build_policy`.
 
     Raises: InputError as `refuse`, and where saved rollouts are replayed.
     """
@@ -73,7 +75,9 @@ def with_experience(
         share=keys.share,
         start=keys.start,
         per_row=keys.per_row,
-        judge=SuccessJudge("experience", 0.0, keys.reward, keys.success, weights),
+        judge=SuccessJudge(
+            "experience", 0.0, keys.reward, keys.success, weights, sum_scored=sum_scored
+        ),
         encoded=prompts.encoded,
         num_prompts=rollout.prompts_per_step,
         group_size=rollout.group_size,

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxgrpo.advantages.streams import sums_scored
 from jaxgrpo.config import methods
 from jaxgrpo.config.keys import DataKeys, RolloutKeys, ScoreKeys, TrainKeys
 from jaxgrpo.core import records
@@ -29,6 +30,7 @@ from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.evaluation.rescoring import make_rescorer
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
+from jaxgrpo.models.low_bit import DTYPES as LOW_BIT
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT, Answers
@@ -106,7 +108,8 @@ def make_rollout_source(
     mesh, temperature = blueprint.samples_on, blueprint.sampling.temperature
     model = pretrained.model_on(mesh)
     rank = make_rank(model, mesh, temperature) if DRIFT in brought else None
-    policy, prefixes = _make_policy(rollout, run_inputs, rewards, train.seed, rank)
+    sums = sums_scored(chain)
+    policy, prefixes = _make_policy(rollout, run_inputs, rewards, train.seed, rank, sums)
     read, ends = chain.needs | policy.needs, blueprint.sampling.stop_tokens
     _refuse_whole_samples(geometry.has_forks, read | needs, blueprint.scores)
     answers = inputs.load_answers(data, rollout, pretrained, read, ends, rows)
@@ -142,12 +145,22 @@ def _make_policy(
     rewards: Sequence[Reward],
     seed: int,
     rank: Rank | None,
+    sum_scored: bool,
 ) -> tuple[PromptPolicy, Prefixes | None]:
-    """The prompt policy, and the texts that prompts begin with, which it then watches. `rank` gives
-    log-probs where it brings the drift."""
-    policy = methods.make_policy(rollout.prompts, rewards, run_inputs.prompts.mixture)
+    """The prompt policy, and the texts that prompts begin with, which it then watches.
+
+    Args:
+      rank: gives log-probs where it brings the drift.
+      sum_scored: whether the chain of the run sums what scored a sample.
+
+    Raises: InputError where samples come with log-probs of another distribution than the policy's.
+    """
+    mixture = run_inputs.prompts.mixture
+    policy = methods.make_policy(rollout.prompts, rewards, mixture, sum_scored)
     if rank is not None:
-        policy = Drift(policy, rollout.max_completion_tokens, rank).watch()
+        _refuse_other_distribution(rollout)
+        sizes = rollout.max_completion_tokens, rollout.max_prompt_tokens
+        policy = Drift(policy, *sizes, rank).watch()
     weights = {reward.name: reward.weight for reward in rewards}
     prefixes = make_prefixes(
         rollout.prefixes,
@@ -156,8 +169,23 @@ def _make_policy(
         rollout.max_prompt_tokens,
         weights,
         seed,
+        sum_scored,
     )
     return policy if prefixes is None else prefixes.watch(policy), prefixes
+
+
+def _refuse_other_distribution(rollout: RolloutKeys) -> None:
+    """Raises: InputError where the drift would be that of the sampler from the policy."""
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_completion_tokens": 0}
+    cuts = [name for name, value in off.items() if getattr(rollout, name) != value]
+    low = [n for n in ("kv_cache_dtype", "weight_dtype") if getattr(rollout, n) in LOW_BIT]
+    for name in (*cuts, *low):
+        what = "some of the tokens" if name in cuts else "a policy in 8 bits"
+        raise InputError(
+            f"rollout.{name} = {getattr(rollout, name)!r}: samples come with log-probs of {what}, "
+            "which the drift of a recipe compares with those of the policy later; leave one of the "
+            "two out"
+        )
 
 
 def _make_select(
