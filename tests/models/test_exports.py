@@ -289,6 +289,16 @@ def test_positions_are_there_in_the_fields_of_transformers_4_too(family, older):
     assert families.model_config(exported_fields, "a test") == config
 
 
+def test_a_share_of_1_is_written_for_transformers_4_which_assumes_half_for_glm4():
+    turned = {"rope_type": "default", "rope_theta": 99.0, "partial_rotary_factor": 1.0}
+    config = families.model_config(
+        checkpoints.config_fields("glm4", rope_parameters=turned), "a test"
+    )
+    exported_fields = families.config_fields(config, "float32")
+    assert exported_fields["partial_rotary_factor"] == 1.0
+    assert families.model_config(exported_fields, "a test") == config
+
+
 @pytest.mark.full
 def test_tensors_keep_the_dtype_that_the_base_has_them_in(tmp_path):
     """Some in float32 beside bfloat16, as Qwen3.5 is published."""

@@ -142,8 +142,8 @@ def older_fields(config_json: Mapping[str, Any]) -> dict[str, Any]:
     table = parameters.get(FULL, parameters) or {}
     scaling = {name: value for name, value in table.items() if name not in ("type", "rope_type")}
     older = {name: scaling.pop(name) for name in ("rope_theta",) if name in scaling}
-    if scaling.pop("partial_rotary_factor", 1.0) != 1.0:
-        older["partial_rotary_factor"] = table["partial_rotary_factor"]
+    if (share := scaling.pop("partial_rotary_factor", None)) is not None:
+        older["partial_rotary_factor"] = share  # also 1: of some classes 4 assumes less
     kind = table.get("rope_type", table.get("type", "default"))
     if kind == "longrope":  # as Phi3Config has it, which takes no other names
         original = scaling.pop("original_max_position_embeddings", None)
