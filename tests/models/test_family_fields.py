@@ -121,7 +121,7 @@ OF_DEVSTRAL = {**checkpoints.GROWING, **OFF}
         ("llama", LEFT_BY_OTHERS),
         ("qwen2", LEFT_BY_OTHERS),
         ("gemma2", {"sliding_window_size": 2}),
-        ("qwen3_moe", {"use_qk_norm": True}),
+        ("qwen3_moe", {"use_qk_norm": True, "experts_implementation": "eager"}),
         ("qwen3", {"rope_parameters": None, "rope_scaling": {**YARN, "attn_factor": 0.5}}),
         ("ministral3", {"rope_parameters": OF_DEVSTRAL}),
     ],
