@@ -151,6 +151,7 @@ def test_what_peft_writes_by_default_is_read(tmp_path):
     assert config == LoraConfig(rank=4, alpha=8.0, targets="attention/query")
     eva = written(tmp_path, init_lora_weights="eva", eva_config={"rho": 2.0})
     assert adapters.read_config(eva, tiny.UNIFORM) == config
+    assert adapters.read_config(written(tmp_path, layers_to_transform=[]), tiny.UNIFORM) == config
     everything = adapters.targets_from_peft("all-linear", tiny.UNIFORM)
     assert LoraConfig(rank=1, alpha=1.0, targets=everything).modules == LINEAR[:7]
 

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoTokenizer
 
 import jaxgrpo
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.models import decoder
 from jaxgrpo.models.api import in_dtype
@@ -286,6 +287,32 @@ def test_positions_are_there_in_the_fields_of_transformers_4_too(family, older):
         **older,
         "rope_parameters": fields["rope_parameters"],
     }
+    assert families.model_config(exported_fields, "a test") == config
+
+
+def test_the_number_of_experts_is_there_by_the_name_of_transformers_4_too():
+    """It assumes 128 in a Qwen3-MoE that transformers 5 has saved, by another name."""
+    fields = checkpoints.config_fields("qwen3_moe")
+    number = fields["num_local_experts"]
+    assert "num_experts" not in fields
+    config = families.model_config(fields, "a test")
+    exported_fields = families.config_fields(config, "float32")
+    assert exported_fields["num_experts"] == number
+    assert families.model_config(exported_fields, "a test") == config
+    with pytest.raises(InputError, match=f"num_experts = 9: expected num_local_experts = {number}"):
+        families.model_config({**fields, "num_experts": 9}, "a test")
+    del fields["num_local_experts"]
+    config = families.model_config({**fields, "num_experts": number}, "a test")
+    assert "num_local_experts" not in families.config_fields(config, "float32")
+
+
+def test_a_share_of_1_is_written_for_transformers_4_which_assumes_half_for_glm4():
+    turned = {"rope_type": "default", "rope_theta": 99.0, "partial_rotary_factor": 1.0}
+    config = families.model_config(
+        checkpoints.config_fields("glm4", rope_parameters=turned), "a test"
+    )
+    exported_fields = families.config_fields(config, "float32")
+    assert exported_fields["partial_rotary_factor"] == 1.0
     assert families.model_config(exported_fields, "a test") == config
 
 

@@ -121,12 +121,41 @@ OF_DEVSTRAL = {**checkpoints.GROWING, **OFF}
         ("llama", LEFT_BY_OTHERS),
         ("qwen2", LEFT_BY_OTHERS),
         ("gemma2", {"sliding_window_size": 2}),
-        ("qwen3_moe", {"use_qk_norm": True}),
+        ("qwen3_moe", {"use_qk_norm": True, "experts_implementation": "eager"}),
         ("qwen3", {"rope_parameters": None, "rope_scaling": {**YARN, "attn_factor": 0.5}}),
         ("ministral3", {"rope_parameters": OF_DEVSTRAL}),
     ],
 )
 def test_fields_that_transformers_does_not_read_change_nothing(family, changes, tmp_path):
+    fields = checkpoints.config_fields(family) | changes
+    assert outcome("", fields, tmp_path, {}) == "equal"
+
+
+NO_PARAMETERS: dict[str, Any] = {"rope_parameters": None}
+NULLS: list[tuple[str, dict[str, Any], float]] = [
+    ("olmo_hybrid", {**NO_PARAMETERS, "rope_theta": None}, 0.0),
+    ("olmo_hybrid", {"rope_parameters": {"rope_type": "default"}, "rope_theta": None}, 0.0),
+    ("olmo_hybrid", {**NO_PARAMETERS, "rope_theta": 33.0}, 1.0),
+    ("olmo_hybrid", NO_PARAMETERS, 1.0),
+    ("glm4", {**NO_PARAMETERS, "rope_theta": 33.0, "partial_rotary_factor": None}, 1.0),
+    ("glm4", {**NO_PARAMETERS, "rope_theta": 33.0}, 0.5),
+]
+"""A null beside rope_parameters is no default; and the share of a head that turns with it."""
+
+
+@pytest.mark.parametrize(("family", "changes", "share"), NULLS)
+def test_a_null_beside_the_parameters_of_positions_is_no_default(family, changes, share):
+    """OLMo-core writes a theta of null for models without positions, and no rope_parameters."""
+    config = model_config(checkpoints.config_fields(family) | changes, "config.json")
+    ropes = {kind.rope for kind in config.attention}
+    assert {0.0 if rope is None else rope.share for rope in ropes} == {share}
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "changes", "share"), NULLS)
+def test_models_with_such_a_null_compute_what_transformers_does(family, changes, share, tmp_path):
+    del share
     fields = checkpoints.config_fields(family) | changes
     assert outcome("", fields, tmp_path, {}) == "equal"
 

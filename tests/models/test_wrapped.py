@@ -145,6 +145,26 @@ def test_what_was_trained_is_in_the_full_model_of_an_export(case, tmp_path):
     assert not (before[changed] == after[changed]).all()
 
 
+@pytest.mark.parametrize("case", CASES[2:4], ids=str, indirect=True)
+def test_a_head_in_the_files_counts_where_the_two_fields_of_it_differ(case, tmp_path):
+    """As transformers 5 writes Ministral 3, whose class it takes to be tied, its text not."""
+    base = tmp_path / "base"
+    shutil.copytree(case.folder, base)
+    fields = json.loads((base / "config.json").read_text()) | {"tie_word_embeddings": True}
+    fields["text_config"]["tie_word_embeddings"] = False
+    (base / "config.json").write_text(json.dumps(fields))
+    model, params = jaxgrpo.load_model(base, text_only=True)
+    is_tied = not any(name.endswith("lm_head.weight") for name in tensors(base))
+    assert model.config.tie_embeddings == case.model.config.tie_embeddings == is_tied
+    again = type(case.theirs).from_pretrained(base, attn_implementation="eager").eval()
+    np.testing.assert_array_equal(checkpoints.transformers_logits(again, *BATCH), case.expected)
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, params, case.params)))
+    jaxgrpo.save_model(model, params, tmp_path / "ours", base=base)
+    written = json.loads((tmp_path / "ours/config.json").read_text())
+    assert written["tie_word_embeddings"] is is_tied
+    assert tensors(tmp_path / "ours").keys() == tensors(base).keys()
+
+
 @pytest.mark.full
 def test_both_ways_of_writing_the_names_are_read_and_kept(case, tmp_path):
     """As modules are called today, and as they were before transformers 4.52 and are on the hub."""

@@ -94,7 +94,7 @@ def read_config(path: str | os.PathLike[str], base: ModelConfig) -> LoraConfig:
     if fields.nullable("init_lora_weights", "anything", True) not in INITS:
         why = "it may change the weights of the base too; take an adapter that PEFT has converted"
         fields.refuse("init_lora_weights", why)
-    if fields.nullable("layers_to_transform", "anything", None) is not None:  # 0 is a layer
+    if fields.nullable("layers_to_transform", "anything", None) not in (None, []):  # 0 is a layer
         fields.refuse("layers_to_transform", "not built; adapt all layers")
     rank, alpha = fields.take("r", "size") or 1, fields.take("lora_alpha", "positive") or 1.0
     rslora = fields.take("use_rslora", "flag", False)

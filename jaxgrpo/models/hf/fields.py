@@ -26,6 +26,7 @@ GENERAL = (
     *("model_type", "architectures", "transformers_version", "name_or_path", "tokenizer_class"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
     *("dtype", "torch_dtype", "use_cache", "cache_implementation", "attn_implementation"),
+    "experts_implementation",
     *("initializer_range", "problem_type", "id2label", "label2id", "num_labels", "return_dict"),
     *("output_hidden_states", "output_attentions", "pretraining_tp", "prefix", "finetuning_task"),
     *("task_specific_params", "transformers.js_config"),

@@ -96,7 +96,8 @@ def read_config(
         )
     if family is not None:
         families.register(family)
-    config_json = weights.read_json(source)
+    has_head = functools.partial(weights.has_tensor, source.parent, wrapped.HEAD)
+    config_json = wrapped.resolve_tied(weights.read_json(source), has_head)
     config = families.model_config(config_json, str(source), family, ignored, text_only)
     tensors = families.find_family(config.family, str(source))
     name = next(iter(tensors.fused_experts), None)

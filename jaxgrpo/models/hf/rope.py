@@ -54,6 +54,7 @@ def read_turn(
     share: float = 1.0,
     ignored: Collection[str] = (),
     types: Types | None = None,
+    nullable: bool = False,
 ) -> Turn:
     """The one Rope of a model.
 
@@ -62,14 +63,17 @@ def read_turn(
       partial: whether the family turns a share of each head (`partial_rotary_factor`).
       original: the length of training where the field beside rope_parameters does not give it;
         None: what rope_parameters has.
-      share: of each head, where config.json gives none.
+      share: of each head, where config.json gives none. Where it gives null, all of it turns.
       ignored: parameters that change nothing.
       types: other than TYPES.
+      nullable: whether nothing turns where theta is null.
     """
     flat = fields.take("rope_theta", "positive", theta)
-    share = fields.take("partial_rotary_factor", "positive", share)
+    share = fields.nullable("partial_rotary_factor", "positive", share) or 1.0
     original = fields.take("original_max_position_embeddings", "size", original)
     name, parameters = _read_parameters(fields)
+    if nullable and parameters.get("rope_theta", fields.content.get("rope_theta", theta)) is None:
+        return Turn(None)
     parameters = {key: value for key, value in parameters.items() if key not in ignored}
     parameters = {"rope_theta": flat, "partial_rotary_factor": share, **parameters}
     if original is not None:
@@ -138,8 +142,8 @@ def older_fields(config_json: Mapping[str, Any]) -> dict[str, Any]:
     table = parameters.get(FULL, parameters) or {}
     scaling = {name: value for name, value in table.items() if name not in ("type", "rope_type")}
     older = {name: scaling.pop(name) for name in ("rope_theta",) if name in scaling}
-    if scaling.pop("partial_rotary_factor", 1.0) != 1.0:
-        older["partial_rotary_factor"] = table["partial_rotary_factor"]
+    if (share := scaling.pop("partial_rotary_factor", None)) is not None:
+        older["partial_rotary_factor"] = share  # also 1: of some classes 4 assumes less
     kind = table.get("rope_type", table.get("type", "default"))
     if kind == "longrope":  # as Phi3Config has it, which takes no other names
         original = scaling.pop("original_max_position_embeddings", None)

@@ -7,7 +7,7 @@ part alone; everything else is carried through an export as it is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -19,6 +19,8 @@ from jaxgrpo.models.hf.mapping import Entry, Names
 
 TEXT = "text_config"
 TIED = "tie_word_embeddings"
+HEAD = "lm_head.weight"
+"""The end of the name of the head's tensor."""
 FURTHER = "eh_proj.weight"
 """What a layer that predicts a further token has beside others: GLM-4.5 and DeepSeek number it
 behind the model's layers, and transformers does not read it."""
@@ -79,6 +81,22 @@ def text_fields(config_json: Mapping[str, Any]) -> dict[str, Any]:
     text.pop("architectures", None)
     common = ("dtype", "torch_dtype", TIED)
     return text | {name: config_json[name] for name in common if config_json.get(name) is not None}
+
+
+def resolve_tied(config_json: Mapping[str, Any], has_head: Callable[[], bool]) -> dict[str, Any]:
+    """The fields of a config.json that says beside `text_config` that the head is tied, and in it
+    that it is not: a head in the files counts, as in transformers. Others are as they are.
+
+    transformers 5 assumes the first of Mistral 3's class, and writes both into folders of Mistral
+    Small 3 and Ministral 3.
+
+    Args:
+      has_head: whether the files have one.
+    """
+    fields = dict(config_json)
+    if is_wrapped(fields) and fields.get(TIED) is True and fields[TEXT].get(TIED) is False:
+        fields[TIED] = not has_head()
+    return fields
 
 
 def problems(config_json: Mapping[str, Any], ignored: Collection[str]) -> list[str]:

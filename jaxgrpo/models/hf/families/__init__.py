@@ -183,8 +183,8 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """The fields of config.json for a model whose weights are stored in `dtype`.
 
     Those that the config was read from; for one that was built by hand, its sizes and whatever else
-    the family's plainest model has. Positions are there for transformers 4 too. They are read
-    again, and must give this config.
+    the family's plainest model has. Positions, and numbers of experts, are there for transformers 4
+    too. They are read again, and must give this config.
 
     Raises: InputError naming every field of the config that the family's config.json cannot say.
     """
@@ -199,6 +199,8 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
         text |= {name: dtype for name in ("dtype", "torch_dtype") if text.get(name) is not None}
     text["model_type"] = family.model_type  # and of no alias
     text |= rope.older_fields(text)
+    older_names = [pair for pair in family.older_names.items() if text.get(pair[1]) is None]
+    text |= {older: text[name] for name, older in older_names if name in text}
     # What is quantised is written in bfloat16, and code that comes with a checkpoint is not copied.
     for name in ("quantization_config", "auto_map"):
         config_json.pop(name, None)

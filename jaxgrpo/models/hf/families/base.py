@@ -84,6 +84,8 @@ class Family(NamedTuple):
     carried: Sequence[str] = ()
     """Beginnings of the names of tensors that transformers does not read either: an export keeps
     them as they are"""
+    older_names: Mapping[str, str] = MappingProxyType({})
+    """Field of config.json -> its name in transformers 4, which an export has too"""
 
 
 def sizes(

@@ -72,6 +72,8 @@ def _qwen3_moe(fields: Fields) -> dict[str, Any]:
     number = "num_local_experts" if "num_local_experts" in fields.content else "num_experts"
     width = fields.take("moe_intermediate_size", "size", 768)
     experts = read_experts(fields, number, 128, width, top_k=8)
+    if fields.take("num_experts", "size", experts.number) != experts.number:
+        fields.refuse("num_experts", f"expected num_local_experts = {experts.number}, or none")
     config |= {**attention_bias(fields), **uniform(turn, window), "query_key_norm": "head"}
     return with_feeds(config, sparse_feeds(fields, config["num_layers"], experts))
 
@@ -85,6 +87,7 @@ QWEN3_MOE = Family(
     fused_experts=FUSED_EXPERTS,
     # Of published folders, as Qwen3-Coder's, and read by no code of transformers.
     harmless=("max_window_layers", "use_qk_norm"),
+    older_names={"num_local_experts": "num_experts"},
 )
 
 

@@ -184,10 +184,8 @@ def _olmo_hybrid(fields: Fields) -> dict[str, Any]:
     sizes = DeltaKind(heads, heads, key_dim, 2 * key_dim, reach=1.0 + negative, eps=1e-5)
     if config["activation"] != "silu":
         fields.refuse("hidden_act", "expected silu, which convolutions have too")
-    turn = rope.Turn(None)
-    # With a theta that is null, as in the published folders, nothing turns.
-    if fields.take("rope_parameters", "object", {}).get("rope_theta", 0) is not None:
-        turn = rope.read_turn(fields, config["head_dim"], config["max_positions"])
+    # As in published folders, which have the null in rope_parameters or beside them.
+    turn = rope.read_turn(fields, config["head_dim"], config["max_positions"], nullable=True)
     attends = [i % 4 == 3 for i in range(count)]
     if True not in attends:
         attends[-1] = True
