@@ -153,6 +153,31 @@ def reaching_output(descriptor: int) -> Iterator[None]:
             discard_output(descriptor)
 
 
+def write_error(text: str) -> None:
+    """Writes on sys.stderr, if there is one and it is read."""
+    if sys.stderr is None:  # as where a shell closes it
+        return
+    try:
+        with reaching_output(2):
+            sys.stderr.write(text)
+    except BrokenPipeError:
+        discard_output(2)  # Python would try again at its end
+
+
+def _open_again(descriptor: int) -> None:
+    """Opens sys.stdout or sys.stderr where code that a run called, a reward for example, has closed
+    it. That leaves its descriptor open, as a rule."""
+    name = "stderr" if descriptor == 2 else "stdout"
+    if not getattr(getattr(sys, name), "closed", False):
+        return
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        discard_output(descriptor)
+    stream = os.fdopen(descriptor, "w", 1, errors="backslashreplace", closefd=False)
+    setattr(sys, name, stream)
+
+
 def keep_interrupts() -> None:
     """Lets Ctrl-C come again where Python has ignored it.
 

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import json
+import signal
 import textwrap
 import threading
 import time
@@ -99,7 +100,7 @@ class Display:
 
     def say(self, text: str | Text) -> None:
         self._last_line = self._clock()
-        with parent.reaching_output(1):
+        with parent.reaching_output(1), _stopping_unread():
             # It may hold what a model wrote. A log breaks no line between a name and its number.
             self.console.print(text, markup=False, soft_wrap=True)
 
@@ -147,6 +148,18 @@ class Display:
             f"time {metrics['time/step']:.1f}s"
         )
         self.bar.update(self._task, completed=step)
+
+
+@contextlib.contextmanager
+def _stopping_unread() -> Iterator[None]:
+    """Where what is printed is read no more, as behind `head`, a run is asked to stop, so that its
+    step is saved; a command without steps ends by it. Rich then prints no more on this console."""
+    try:
+        yield
+    except SystemExit as ending:
+        is_unread = isinstance(ending.__context__, BrokenPipeError)
+        if not (is_unread and process.ask_to_stop(signal.SIGPIPE)):
+            raise
 
 
 @contextlib.contextmanager
