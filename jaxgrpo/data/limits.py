@@ -211,6 +211,30 @@ def ending_forks(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def restoring_process() -> Iterator[None]:
+    """Puts back what the block has changed of the process and a run needs.
+
+    What signals do that Python handled before: libraries take SIGTERM or SIGINT for themselves when
+    they are loaded or called, and a run would hear no stop signal. And stdin, stdout and stderr,
+    where they were closed: the next file that is opened would get what is printed.
+    """
+    is_main = threading.current_thread() is threading.main_thread()  # no other changes handlers
+    handlers = {n: signal.getsignal(n) for n in signal.valid_signals()} if is_main else {}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if callable(handler) and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+        for number in range(3):
+            try:
+                os.fstat(number)
+            except OSError:
+                os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+                os.set_inheritable(number, True)
+
+
+@contextlib.contextmanager
 def memory(extra_bytes: int) -> Iterator[None]:
     """Within it the process can map so many bytes more; beyond them Python raises MemoryError.
 

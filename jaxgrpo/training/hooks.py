@@ -21,7 +21,7 @@ from jax import Array
 from jaxgrpo.core.errors import InputError, differing_names, one_line
 from jaxgrpo.core.scores import passes
 from jaxgrpo.core.types import Learner, Params, Rollouts, Stream
-from jaxgrpo.data.limits import ending_forks
+from jaxgrpo.data.limits import ending_forks, restoring_process
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import sharding
@@ -34,7 +34,6 @@ from jaxgrpo.training import fingerprints
 from jaxgrpo.training.collecting.collector import Collected
 from jaxgrpo.training.opening import OpenRun
 from jaxgrpo.training.processes import process
-from jaxgrpo.training.processes.recovery import Keeper
 from jaxgrpo.training.records import alarms
 from jaxgrpo.training.records.folder import plain
 from jaxgrpo.training.records.reading import evaluation_metrics
@@ -90,7 +89,7 @@ def make_hooks(
         hooks.append(compare_goals(goals, opened.run.collector.summed_rewards))
     hooks += [reset_reference(opened), write_samples(opened), write_log(opened)]
     if on_step is not None:
-        hooks.append(call_user(on_step, opened.keeper))
+        hooks.append(call_user(on_step, opened))
     return hooks
 
 
@@ -251,15 +250,17 @@ def check_on_step(on_step: Any) -> None:
         pass
 
 
-def call_user(on_step: OnStep, keeper: Keeper) -> Hook:
-    """Calls a function of the user's. Where it raises, its step is saved, which is whole: by a run
-    of one process, since of several it may raise in one."""
+def call_user(on_step: OnStep, opened: OpenRun) -> Hook:
+    """Calls a function of the user's. Where it raises, or calls sys.exit, its step is saved, which
+    is whole: by a run of one process, since of several it may raise in one."""
+    keeper = opened.keeper
 
     def hook(step: StepEnd) -> StepEnd:
+        opened.watch.phase(f"step {step.number}: on_step")
         try:
-            with ending_forks("on_step"):
+            with ending_forks("on_step"), restoring_process():
                 on_step(step.number, step.values)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if jax.process_count() == 1:
                 try:
                     keeper.save(step.learner, step.stream, step.number, must=True)

@@ -190,16 +190,19 @@ def test_a_base_that_goes_away_under_a_run_costs_no_step(name, problem, tmp_path
     assert loop.train(config, resume="auto").summary["step"] == 1
 
 
-def test_a_step_after_which_the_function_of_the_user_raises_is_saved(tmp_path):
+@pytest.mark.parametrize(
+    "error", [KeyError("pruned"), pytest.param(SystemExit("pruned"), marks=pytest.mark.full)]
+)
+def test_a_step_after_which_the_function_of_the_user_raises_is_saved(error, tmp_path):
     """This run saves its last step alone."""
     changes = {"train.steps": 3, "checkpoint.every": 50}
     config, undisturbed = (small_run.config(tmp_path / name, **changes) for name in "rw")
 
     def raise_after_two(number, _):
         if number == 2:
-            raise KeyError("pruned")
+            raise error
 
-    with pytest.raises(KeyError, match="pruned") as raised:
+    with pytest.raises(type(error), match="pruned") as raised:
         loop.train(config, on_step=raise_after_two)
     start = f"on_step raised after step 2; {tmp_path / 'r'} holds step 2; go on: jaxgrpo train "
     assert raised.value.__notes__[0].startswith(start)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxgrpo.rewards import Reward, RewardError, call_rewards, calling, limits
+from jaxgrpo.training.processes import process
 
 pytestmark = pytest.mark.fault(17)
 
@@ -161,6 +163,23 @@ def forks_and_raises(completions):
     if FORKED[-1] == 0:
         raise ValueError("in the child")
     return [1.0] * len(completions)
+
+
+@pytest.mark.fault(14)
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_reward_that_takes_the_stop_signals_gives_them_back(raises):
+    """As libraries do that it loads: the run would not hear that it is to stop."""
+
+    def takes(completions):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, lambda *_: None)
+        return 1 / 0 if raises else [0.0] * len(completions)
+
+    with process.stop_signals():
+        call(on_error={"takes": "unscored"}, timeout={"takes": 60.0}, takes=takes)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert process.stop_requested(1)
+        assert signal.getsignal(signal.SIGINT) is process._on_signal
 
 
 @pytest.mark.parametrize("forking", [forks, forks_and_raises])

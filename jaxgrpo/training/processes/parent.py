@@ -126,8 +126,10 @@ def print_any_text() -> None:
 def discard_output(descriptor: int) -> None:
     """From now on what is written to stdout or stderr goes nowhere."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
+    if nowhere != descriptor:  # as it is where the descriptor was closed and is the lowest
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
+    os.set_inheritable(descriptor, True)
 
 
 def say(text: str) -> None:
@@ -144,6 +146,7 @@ def reaching_output(descriptor: int) -> Iterator[None]:
     its window was closed over a run under nohup, nothing more is printed.
     Raises: BrokenPipeError where a reader has closed its end, as `head` does.
     """
+    _open_again(descriptor)
     try:
         yield
     except BrokenPipeError:

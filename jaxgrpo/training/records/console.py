@@ -107,6 +107,7 @@ class Display:
     @contextlib.contextmanager
     def showing_bar(self) -> Iterator[None]:
         """The bar is shown within it."""
+        parent.print_any_text()  # a program that calls jaxgrpo.train has not done so
         with parent.reaching_output(1):
             self.bar.start()
         try:
