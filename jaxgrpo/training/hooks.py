@@ -367,13 +367,21 @@ class Evaluations:
 
     def note_best(self, number: int, metrics: Mapping[str, Any]) -> None:
         """Remembers step `number` where none was better by checkpoint.keep_best; of logged metrics
-        those that are not finite are None."""
+        those that are not finite are None. An evaluation may lack the metric, as the accuracy of a
+        format that no sample has: it is no best one then."""
         best, metric = self.progress.best, self.opened.run.config.checkpoint.keep_best
-        refuse_unknown_best(metric, metrics)
         if metric is not None and number > 0:
-            value = metrics[metric.removeprefix("eval/")]
+            value = metrics.get(metric.removeprefix("eval/"))
             if value is not None and is_better(value, best[1] if best else None):
                 self.progress.replace_best(number, value)
+
+    def refuse_unknown(self, metrics: Mapping[str, Any]) -> None:
+        """Raises: InputError where the evaluation of the base has no metric of the name by which
+        steps are compared, or resets decided."""
+        config = self.opened.run.config
+        refuse_unknown_best(config.checkpoint.keep_best, metrics)
+        if config.reference.reset_patience:
+            refuse_unknown_best(config.reference.reset_metric, metrics, "reference.reset_metric")
 
     def evaluate_base(self, learner: Learner, step: int) -> None:
         """Evaluates the base before the first step, and again where something else is asked now.
@@ -381,7 +389,8 @@ class Evaluations:
         Args:
           step: finished steps.
 
-        Raises: InputError where other questions would decide about resets of the reference.
+        Raises: InputError as `refuse_unknown`, and where other questions would decide about resets
+          of the reference.
         """
         opened, run, progress = self.opened, self.opened.run, self.progress
         if run.inputs.held_out is None:
@@ -397,15 +406,18 @@ class Evaluations:
         if process.broadcast(
             lambda: saved_facts == facts and opened.folder.evaluation(0) == logged
         ):
+            self.refuse_unknown(metrics)
             return
         if step == 0:
             values = self.measure_or_end(run.params_to_evaluate(learner), 0)
+            self.refuse_unknown(evaluation_metrics(values))
             progress.resets = see(run.config.reference, progress.resets, values)
             opened.log.step(0, values)
         else:
             self._say_changed(saved_facts, facts, step)
             progress.forget_best()
             values = self.measure_or_end(policy_for_run(run).read_params(), 0)
+            self.refuse_unknown(evaluation_metrics(values))
             opened.log.replace_evaluations(step, {0: values})
         progress.base = {"asked": facts, "metrics": plain(evaluation_metrics(values))}
 

@@ -12,7 +12,9 @@ import pytest
 import small_run
 
 from jaxgrpo.config import files as configs
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.prompts import PromptData
+from jaxgrpo.evaluation.evaluate import Evaluation
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training import loop
 from jaxgrpo.training.fingerprints import evaluation_facts
@@ -153,6 +155,28 @@ def test_the_best_step_by_another_metric_is_forgotten_and_by_the_same_one_kept(t
     # A length is always above a share: compared with it no step would be the best any more.
     assert run.summary["best"] == {"step": 4, "eval/truncated": run.metrics[-1]["eval/truncated"]}
     assert "4 of 4 steps" in (run.export(tmp_path / "best", "best") / "README.md").read_text()
+
+
+@pytest.mark.full
+def test_an_evaluation_without_the_metric_of_the_best_step_is_none_of_the_best(tmp_path):
+    """As the accuracy of a format that no sample has after some step."""
+
+    def evaluator(run):
+        def evaluate(params, key, step, **options):
+            values = {"accuracy": 0.5, "accuracy/low": 0.4, "accuracy/high": 0.6}
+            values |= {} if step == 3 else {"format/sum/accuracy": step / 8}
+            return Evaluation(values, None, None)
+
+        return evaluate
+
+    keys = {**EVAL, "eval.every": 1, "checkpoint.keep_best": "eval/format/sum/accuracy"}
+    run = loop.take(small_run.config(tmp_path / "r", **{"train.steps": 3, **keys}), evaluator)
+    assert run.summary["best"] == {"step": 2, "eval/format/sum/accuracy": 0.25}
+    keys["checkpoint.keep_best"] = "eval/acuracy"
+    config = small_run.config(tmp_path / "r", **{"train.steps": 4, **keys})
+    with pytest.raises(InputError, match=r"did you mean .eval/accuracy"):
+        loop.take(config, evaluator, resume=True)
+    assert run.metrics[-1]["step"] == 3
 
 
 def test_what_is_asked_is_told_apart_by_rows_scorer_and_samples_and_not_by_the_name_of_a_file(
