@@ -64,7 +64,7 @@ class StepEnd:
     collected: Collected
     advantage: Array  # [P, G], the mean over a sample's tokens
     values: dict[str, float]  # its metrics, as they are logged
-    failure: RewardError | None = None  # of the scorer, in its evaluation
+    failure: RewardError | None = None  # of the scorer in its evaluation, or in what rewards logged
 
     def with_values(self, values: dict[str, float]) -> StepEnd:
         """The same with more metrics."""
@@ -329,7 +329,7 @@ class Evaluations:
         except (EvaluationStopped, RewardError) as error:
             self.progress.owes_evaluation = True
             self.opened.display.say(f"step {number} is evaluated when the run goes on")
-            failure = error if isinstance(error, RewardError) else None
+            failure = error if isinstance(error, RewardError) else step.failure
             return dataclasses.replace(step, failure=failure)
 
     def evaluate_owed(self, learner: Learner, step: int) -> None:

@@ -29,7 +29,7 @@ from jaxgrpo.evaluation.diversity import find_collapse
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import texts
-from jaxgrpo.rewards import Rewards
+from jaxgrpo.rewards import RewardError, Rewards
 from jaxgrpo.training.checkpoints import parameter_hash
 from jaxgrpo.training.collecting.replay import SavedRollouts
 from jaxgrpo.training.export import export
@@ -211,15 +211,21 @@ def take_step(opened: OpenRun, learner: Learner, stream: Stream, number: int) ->
         # Of all that was sampled, where `collect` and `prepare` count the same.
         metrics = merge(prepared.metrics, metrics) | collected.metrics
         values = finalise(sharding.to_host(metrics))
-    values = with_logged(values, collected.reward_log)
+    failure = None
+    try:
+        values = with_logged(values, collected.reward_log)
+    except RewardError as error:
+        if number < 2:
+            raise
+        failure = error  # the step is whole but for what was logged, and is saved
     values["learning_rate"] = float(sharding.to_host(current_rate(learner.opt_state)))
     values |= clock.seconds | atlas
-    return StepEnd(number, learner, stream, collected, prepared.advantage, values)
+    return StepEnd(number, learner, stream, collected, prepared.advantage, values, failure)
 
 
 def save_if_due(opened: OpenRun, step: StepEnd) -> None:
     """Saves a step that is the last, the best or one of checkpoint.every, or that a signal, or a
-    scorer that has failed, ends.
+    reward or scorer that has failed, ends.
 
     Raises: StopRequested after a stop signal, RewardFailed after such a failure.
     """
