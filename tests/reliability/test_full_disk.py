@@ -17,6 +17,7 @@ import small_run
 from checkpointed import small_run_state
 from faulty_runs import limit_files
 
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.training import loop
 from jaxgrpo.training.checkpoints import Checkpoints
@@ -179,6 +180,23 @@ def test_a_reward_that_fails_behind_a_save_that_failed_has_its_last_step_saved(k
     ):
         raise RewardError("no grader")
     assert keeper.checkpoints.steps() == [5]
+
+
+def test_what_was_before_a_step_in_which_own_code_fails_is_saved(keeper):
+    save(keeper, 2)
+    before = small_run_state(5)
+    with pytest.raises(KeyError, match="my prompts") as raised, keeper.saving(6, before):
+        raise KeyError("my prompts")
+    (note,) = raised.value.__notes__
+    assert note.startswith(f"the run ended in step 6; {keeper.folder.place} holds step 5; go on: ")
+    assert keeper.checkpoints.steps() == [5]
+
+    def fail() -> None:
+        with keeper.saving(7, small_run_state(6)):
+            raise InputError("scores[0].prompt: row 3: it returned an empty text")
+
+    assert process.guard(fail) == 2
+    assert keeper.checkpoints.steps() == [6]
 
 
 def test_saves_that_fail_one_by_one_never_end_a_run_and_those_in_a_row_do(keeper):

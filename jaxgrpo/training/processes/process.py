@@ -302,7 +302,7 @@ def guard(command: Callable[[], int | None]) -> int:
         text, failed = f"{stopped}\n", False
         code = 128 + (_Stop.number or _Stop.request or signal.SIGTERM)
     except (InputError, RunEnded) as error:
-        text = f"error: {error}\n"
+        text = "\n".join([f"error: {error}", *getattr(error, "__notes__", ())]) + "\n"
         code = error.code if isinstance(error, RunEnded) else 2
     except KeyboardInterrupt:
         parent.forget_echo()
