@@ -109,6 +109,7 @@ def test_weights_and_biases_whose_process_is_killed_ends_no_run(tmp_path):
     [
         ({"project": "p", "grup": "x"}, r"tracking\.wandb\.grup: .* did you mean 'group'"),
         ({"project": "p", "id": "x"}, r"tracking\.wandb\.id: the run gives this itself"),
+        ({"project": "p", "mode": "ofline"}, r"could not start: .*mode.*; mend what is wrong"),
     ],
 )
 def test_an_option_that_wandb_does_not_take_is_refused(tmp_path, options, message):

@@ -178,12 +178,19 @@ class Logbook(Closing):
             self._display.console.print(
                 f"Weights & Biases: {page.place}", markup=False, soft_wrap=True
             )
+        problem = "pip install tensorboardX for them"
         if tracking.tensorboard and installed("tensorboardX"):
-            trackers.append(TensorBoard(path, finished_steps))
-        elif tracking.tensorboard:
+            try:
+                return [*trackers, TensorBoard(path, finished_steps)]
+            except Exception as error:
+                if isinstance(error, OSError) and error.filename:  # a file of the run
+                    raise
+                # As of another protobuf, or of a system without semaphores.
+                reason = f"{type(error).__name__}: {one_line(error)}"
+                problem = f"tensorboardX cannot be used here ({reason}): mend that"
+        if tracking.tensorboard:
             self._display.say(
-                "no TensorBoard events: pip install tensorboardX for them, or set "
-                "tracking.tensorboard = false"
+                f"no TensorBoard events: {problem}, or set tracking.tensorboard = false"
             )
         return trackers
 
@@ -321,10 +328,10 @@ class WandB:
                 resume="allow",
                 settings=quiet,
             )
-        except wandb.Error as error:
+        except Exception as error:  # of a wrong value pydantic's, which is none of wandb's
             raise InputError(
-                f"tracking.wandb could not start: {error}; `wandb login` once, set "
-                'tracking.wandb.mode = "offline", or take tracking.wandb out'
+                f"tracking.wandb could not start: {one_line(error)}; mend what is wrong there, "
+                '`wandb login` once, set tracking.wandb.mode = "offline", or take it out'
             ) from error
         self._run.define_metric("*", step_metric="step")
         place = f"wandb sync {Path(self._run.dir).parent}" if self._run.offline else self._run.url
