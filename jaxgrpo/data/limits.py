@@ -26,6 +26,8 @@ from typing import Any, TypeVar
 from jaxgrpo.core.errors import one_line
 
 AGAIN = 1.0  # seconds until the next signal, if the function caught the exception
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""What stops a run: training/processes/parent.py, which loads nothing of ours, has them too."""
 
 STATUS = Path("/proc/self/statm")
 """Begins with the pages that the process has mapped; Linux has it."""
@@ -214,12 +216,12 @@ def ending_forks(name: str) -> Iterator[None]:
 def restoring_process() -> Iterator[None]:
     """Puts back what the block has changed of the process and a run needs.
 
-    What signals do that Python handled before: libraries take SIGTERM or SIGINT for themselves when
-    they are loaded or called, and a run would hear no stop signal. And stdin, stdout and stderr,
-    where they were closed: the next file that is opened would get what is printed.
+    What STOPS do, where Python handled them before: libraries take SIGTERM or SIGINT for themselves
+    when they are loaded or called, and a run would hear no stop signal. And stdin, stdout and
+    stderr, where they were closed: the next file that is opened would get what is printed.
     """
     is_main = threading.current_thread() is threading.main_thread()  # no other changes handlers
-    handlers = {n: signal.getsignal(n) for n in signal.valid_signals()} if is_main else {}
+    handlers = {number: signal.getsignal(number) for number in STOPS} if is_main else {}
     try:
         yield
     finally:

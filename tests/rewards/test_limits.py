@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from jaxgrpo.data import limits as data_limits
 from jaxgrpo.rewards import Reward, RewardError, call_rewards, calling, limits
 from jaxgrpo.training.processes import process
 
@@ -175,6 +176,7 @@ def test_a_reward_that_takes_the_stop_signals_gives_them_back(raises):
         signal.signal(signal.SIGINT, lambda *_: None)
         return 1 / 0 if raises else [0.0] * len(completions)
 
+    assert set(data_limits.STOPS) == set(process.STOP_SIGNALS)
     with process.stop_signals():
         call(on_error={"takes": "unscored"}, timeout={"takes": 60.0}, takes=takes)
         os.kill(os.getpid(), signal.SIGTERM)
