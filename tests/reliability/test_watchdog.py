@@ -249,6 +249,16 @@ def test_a_command_without_steps_ends_where_its_output_is_read_no_more(monkeypat
         assert isinstance(ended.value.__context__, BrokenPipeError)
 
 
+def test_a_thread_that_watches_survives_that_its_output_is_read_no_more(monkeypatch):
+    """Of a run in a thread, which no signal stops."""
+    display = Display(9, 2, active=True)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as unread, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", unread)
+        display.under_way("step 3: sample", console.FIRST)
+
+
 @pytest.mark.fault(14)
 def test_a_stop_signal_is_heard_where_a_library_has_taken_it(monkeypatch, capfd):
     monkeypatch.setattr(process._Stop, "request", None)

@@ -133,7 +133,8 @@ class Display:
             number = process.Programs.compiled() - self._compiled
             self._compiled += number
             now = f"; {process.compiling_line(number)}" if number else ""
-            self.say(f"{phase}: for {seconds:.0f} s now{now}")
+            with contextlib.suppress(SystemExit):  # of Rich; the thread that watches must not end
+                self.say(f"{phase}: for {seconds:.0f} s now{now}")
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         low, high = metrics["accuracy/low"], metrics["accuracy/high"]
