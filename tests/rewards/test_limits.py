@@ -184,6 +184,26 @@ def test_a_reward_that_takes_the_stop_signals_gives_them_back(raises):
         assert signal.getsignal(signal.SIGINT) is process._on_signal
 
 
+def test_a_timer_that_a_reward_leaves_does_not_go_off_within_the_run():
+    """As of a time limit of its own, behind a return in front of signal.alarm(0)."""
+    before = signal.getsignal(signal.SIGALRM)
+
+    def late(*_):
+        raise TimeoutError
+
+    def begins(completions):
+        signal.signal(signal.SIGALRM, late)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        return [0.0] * len(completions)
+
+    try:
+        call(begins=begins)
+        time.sleep(0.3)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 @pytest.mark.parametrize("forking", [forks, forks_and_raises])
 def test_a_process_that_a_reward_forks_does_not_come_back_into_the_run(forking, capfd):
     trainer = os.getpid()
