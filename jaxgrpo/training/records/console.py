@@ -113,7 +113,8 @@ class Display:
         try:
             yield
         finally:
-            with parent.reaching_output(1):
+            # It prints the end of a line. Where that is not read, what ends the run says more.
+            with parent.reaching_output(1), contextlib.suppress(SystemExit):
                 self.bar.stop()
 
     def under_way(self, phase: str, seconds: float) -> None:
