@@ -163,6 +163,7 @@ def write_error(text: str) -> None:
     try:
         with reaching_output(2):
             sys.stderr.write(text)
+            sys.stderr.flush()
     except BrokenPipeError:
         discard_output(2)  # Python would try again at its end
 
