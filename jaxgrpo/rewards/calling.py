@@ -346,7 +346,7 @@ def _wait_for(named: Mapping[str, tuple[Awaitable[Any], float | None]]) -> list[
     longest = max(limits) + SLACK if len(limits) == len(named) else None
     wait = _LOOP.begin(_gather(list(named.values())))
     try:
-        with during(names):
+        with during(names), restoring_process():
             return wait(longest)
     except TimedOut as error:
         raise RewardError(

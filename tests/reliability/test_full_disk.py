@@ -237,6 +237,18 @@ def test_a_run_that_diverges_behind_a_save_that_failed_says_so(keeper):
         keeper.refuse_diverged(5, values)
 
 
+def test_a_run_that_diverges_where_its_checkpoints_cannot_be_read_says_so(keeper, monkeypatch):
+    def steps() -> list[int]:
+        raise OSError(errno.EIO, "Input/output error", "r/checkpoints")
+
+    monkeypatch.setattr(keeper.checkpoints, "steps", steps)
+    values = {"weights/growth": math.inf, "weights/norm": math.inf, "learning_rate": 0.1}
+    values |= {"skipped_updates/not_finite": 0.0, "sampling/not_finite": 0.0}
+    message = r"its checkpoints cannot be read \(r/checkpoints: Input/output error\)"
+    with pytest.raises(process.Diverged, match=message):
+        keeper.refuse_diverged(5, values)
+
+
 def test_the_last_good_checkpoint_stays_while_nothing_finite_is_computed(keeper):
     values = {"weights/growth": 1.0, "weights/norm": 1.0, "learning_rate": 0.1}
     values |= {"skipped_updates/not_finite": 1.0, "sampling/not_finite": 0.0}

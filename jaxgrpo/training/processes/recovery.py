@@ -269,14 +269,15 @@ class Keeper:
         if problem is None:
             return
         _first_error(self.checkpoints.wait)
-        checkpoint = max(
-            (step for step in self.checkpoints.steps() if step <= last_good_step), default=None
-        )
         where = "no checkpoint is from before"
-        if checkpoint is not None:
+        try:
+            steps = [step for step in self.checkpoints.steps() if step <= last_good_step]
+        except OSError as error:
+            steps, where = [], f"its checkpoints cannot be read ({describe(error)})"
+        if steps:
             where = (
-                f"the last good checkpoint is of step {checkpoint}, `jaxgrpo export "
-                f"{shlex.quote(str(self.folder.place))} OUT --step {checkpoint}` writes its model"
+                f"the last good checkpoint is of step {steps[-1]}, `jaxgrpo export "
+                f"{shlex.quote(str(self.folder.place))} OUT --step {steps[-1]}` writes its model"
             )
         raise process.Diverged(
             f"{self.folder.place}: step {number}: {problem}; {where}; begin a new run with a lower "
