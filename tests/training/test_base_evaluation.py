@@ -160,12 +160,13 @@ def test_the_best_step_by_another_metric_is_forgotten_and_by_the_same_one_kept(t
 @pytest.mark.full
 def test_an_evaluation_without_the_metric_of_the_best_step_is_none_of_the_best(tmp_path):
     """As the accuracy of a format that no sample has after some step."""
+    unread: Any = None
 
     def evaluator(run):
         def evaluate(params, key, step, **options):
             values = {"accuracy": 0.5, "accuracy/low": 0.4, "accuracy/high": 0.6}
             values |= {} if step == 3 else {"format/sum/accuracy": step / 8}
-            return Evaluation(values, None, None)
+            return Evaluation(values, unread, unread)
 
         return evaluate
 
