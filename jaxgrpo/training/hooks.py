@@ -9,6 +9,7 @@ ended it is there to be read; a function of the user's last, since it gets all m
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -298,6 +299,12 @@ class EvaluationStopped(Exception):
     """A stop signal has ended an evaluation."""
 
 
+def refuse_stop(number: int) -> None:
+    """Raises: EvaluationStopped after a stop signal. Args: number: of the step; all call it."""
+    if process.stop_requested(number):
+        raise EvaluationStopped
+
+
 class Evaluations:
     """The evaluations of a run: of its base, after steps, and which of them was the best."""
 
@@ -318,14 +325,11 @@ class Evaluations:
             return step
         params = run.params_to_evaluate(step.learner)
         if run.config.reference.reset_patience:
-            return step.with_values(self.measure_or_end(params, number))
-
-        def refuse_stop() -> None:
-            if process.stop_requested(number):
-                raise EvaluationStopped
-
+            with self.opened.keeper.saving(number):
+                return step.with_values(self.measure(params, number))
+        obey = functools.partial(refuse_stop, number)
         try:
-            return step.with_values(self.measure(params, number, before_batch=refuse_stop))
+            return step.with_values(self.measure(params, number, before_batch=obey))
         except (EvaluationStopped, RewardError) as error:
             self.progress.owes_evaluation = True
             self.opened.display.say(f"step {number} is evaluated when the run goes on")
@@ -350,9 +354,21 @@ class Evaluations:
         self.progress.owes_evaluation = False
 
     def measure_or_end(self, params: Params, number: int) -> dict[str, float]:
-        """As `measure`. Raises: process.RewardFailed where the scorer fails."""
-        with self.opened.keeper.saving(number):
-            return self.measure(params, number)
+        """As `measure`, before the first step of a start.
+
+        Raises: process.RewardFailed where the scorer fails, process.StopRequested after a stop
+          signal: the next start makes the evaluation.
+        """
+        keeper, last = self.opened.keeper, self.opened.run.config.train.steps
+        obey = functools.partial(refuse_stop, number)
+        try:
+            with keeper.saving(number):
+                return self.measure(params, number, before_batch=obey)
+        except EvaluationStopped:
+            raise process.StopRequested(
+                f"stopped after step {number} of {last}, in its evaluation, which is made when the "
+                f"run goes on; {keeper.saved_line()}; go on with: {keeper.resume_command()}"
+            ) from None
 
     def measure(self, params: Params, number: int, **options: Any) -> dict[str, float]:
         """The metrics of an evaluation of the policy after step `number`, as they are logged;

@@ -109,6 +109,23 @@ def test_an_evaluation_that_a_signal_ends_is_made_by_the_next_start(tmp_path, mo
 
 
 @pytest.mark.full
+def test_a_signal_ends_an_evaluation_before_the_first_step_of_a_start(tmp_path, monkeypatch):
+    """Of the base, and one that an earlier start owes: they may take longer than run.stop_grace."""
+    keys = {**EVAL, "eval.every": 1, "checkpoint.every": 50}
+    straight = train(tmp_path / "s", 2, **keys)
+    for stop, saved in ((0, "no step yet"), (1, "saved in"), (1, "holds step 1")):
+        with monkeypatch.context() as patch:
+            patch.setattr(process, "stop_requested", lambda number, at=stop: number == at)
+            message = f"stopped after step {stop} of 2.*{saved}.*go on with"
+            with pytest.raises(process.StopRequested, match=message):
+                train(tmp_path / "r", 2, "auto", **keys)
+    run = train(tmp_path / "r", 2, "auto", **keys)
+    assert small_run.metrics(run.path) == small_run.metrics(straight.path)
+    for name in ("base", "trained", "parameter_hash"):
+        assert run.summary[name] == straight.summary[name], name
+
+
+@pytest.mark.full
 def test_a_step_in_whose_evaluation_the_scorer_fails_is_saved_and_evaluated_later(tmp_path):
     scorer, mark = tmp_path / "judge.py", tmp_path / "broken"
     scorer.write_text(
