@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -21,6 +23,23 @@ def test_two_trainers_cannot_share_a_folder(tmp_path):
         RunFolder(tmp_path, resume=True)
     first.close()
     RunFolder(tmp_path, resume=True).close()
+
+
+@pytest.mark.parametrize(
+    ("number", "problem"),
+    [
+        (errno.EAGAIN, r"in use by another trainer"),
+        (errno.EIO, r"cannot be written \(Input/output error\)"),
+        (errno.ESTALE, r"cannot be written \(Stale file handle\)"),
+    ],
+)
+def test_a_disk_that_does_not_answer_is_no_trainer(number, problem, tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(InputError, match=problem):
+        RunFolder(tmp_path)
 
 
 HOLD = """
