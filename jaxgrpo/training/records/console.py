@@ -114,7 +114,7 @@ class Display:
             yield
         finally:
             # It prints the end of a line. Where that is not read, what ends the run says more.
-            with parent.reaching_output(1), contextlib.suppress(SystemExit):
+            with parent.reaching_output(1), contextlib.suppress(SystemExit, BrokenPipeError):
                 self.bar.stop()
 
     def under_way(self, phase: str, seconds: float) -> None:
@@ -134,7 +134,8 @@ class Display:
             number = process.Programs.compiled() - self._compiled
             self._compiled += number
             now = f"; {process.compiling_line(number)}" if number else ""
-            with contextlib.suppress(SystemExit):  # of Rich; the thread that watches must not end
+            # Of Rich, or of a pipe: the thread that watches must not end by it.
+            with contextlib.suppress(SystemExit, BrokenPipeError):
                 self.say(f"{phase}: for {seconds:.0f} s now{now}")
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -156,13 +157,16 @@ class Display:
 @contextlib.contextmanager
 def _stopping_unread() -> Iterator[None]:
     """Where what is printed is read no more, as behind `head`, a run is asked to stop, so that its
-    step is saved; a command without steps ends by it. Rich then prints no more on this console."""
+    step is saved; a command without steps ends by it. Nothing more is printed then."""
     try:
         yield
-    except SystemExit as ending:
-        is_unread = isinstance(ending.__context__, BrokenPipeError)
+    except (BrokenPipeError, SystemExit) as ending:
+        by_rich = isinstance(ending.__context__, BrokenPipeError)  # not before Rich 13.8
+        is_unread = by_rich or isinstance(ending, BrokenPipeError)
         if not (is_unread and process.ask_to_stop(signal.SIGPIPE)):
             raise
+        if not by_rich:
+            parent.discard_output(1)
 
 
 @contextlib.contextmanager
