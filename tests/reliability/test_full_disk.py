@@ -26,6 +26,7 @@ from jaxgrpo.training.processes.recovery import MAX_UNSAVED, Keeper, Progress
 from jaxgrpo.training.records.console import Display
 from jaxgrpo.training.records.folder import RunFolder
 from jaxgrpo.training.records.logbook import TensorBoard
+from jaxgrpo.training.records.reading import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault(13), pytest.mark.usefixtures("space")]
 
@@ -197,6 +198,24 @@ def test_what_was_before_a_step_in_which_own_code_fails_is_saved(keeper):
 
     assert process.guard(fail) == 2
     assert keeper.checkpoints.steps() == [6]
+
+
+def test_a_part_of_a_line_that_a_faulty_disk_has_is_cut_off_before_the_next(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    file = tmp_path / "metrics.jsonl"
+    with RunFolder(tmp_path) as run:
+        run.write_metrics(1, {"reward": 0.5})
+        size = file.stat().st_size
+        limit_files(size + 10)
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="could not be written"):
+            patch.setattr(os, "truncate", refuse)
+            run.write_metrics(2, {"reward": 1.0})
+        limit_files()
+        assert file.stat().st_size == size + 10
+        run.write_metrics(3, {"reward": 0.0})
+    assert [line["step"] for line in read_metrics(file)] == [1, 2, 3]
 
 
 def test_saves_that_fail_one_by_one_never_end_a_run_and_those_in_a_row_do(keeper):

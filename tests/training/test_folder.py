@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -19,7 +18,6 @@ from jaxgrpo.data.storage import write_atomically
 from jaxgrpo.training.opening import refuse_to_forget
 from jaxgrpo.training.records import unwritten
 from jaxgrpo.training.records.folder import SAMPLE_KEYS, RunFolder, plain
-from jaxgrpo.training.records.lock import take_lock
 from jaxgrpo.training.records.reading import read_metrics
 
 ROW = {
@@ -122,38 +120,6 @@ def test_resuming_keeps_the_lines_up_to_the_checkpoint_byte_for_byte(tmp_path, t
     assert (aside / "metrics.jsonl").read_bytes() == b"".join(written.splitlines(keepends=True)[3:])
     assert sorted(p.name for p in (aside / "samples").iterdir()) == ["step_3.jsonl", "step_4.jsonl"]
     assert len(list((aside / "rollouts").iterdir())) == 2
-
-
-def test_a_part_of_a_line_that_a_faulty_disk_has_is_cut_off_before_the_next(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    file = tmp_path / "metrics.jsonl"
-    with RunFolder(tmp_path) as run:
-        run.write_metrics(1, {"reward": 0.5})
-        size = file.stat().st_size
-        try:
-            limit_files(size + 10)
-            with monkeypatch.context() as patch, pytest.raises(OSError, match="could not be writt"):
-                patch.setattr(os, "truncate", refuse)
-                run.write_metrics(2, {"reward": 1.0})
-        finally:
-            limit_files()
-        assert file.stat().st_size == size + 10
-        run.write_metrics(3, {"reward": 0.0})
-    assert [line["step"] for line in read_metrics(file)] == [1, 2, 3]
-
-
-def test_a_run_that_came_and_went_between_look_and_lock_is_seen(tmp_path, monkeypatch):
-    def take_late(path, name):
-        (path / "metrics.jsonl").write_text('{"step": 1}\n')
-        return take_lock(path, name)
-
-    monkeypatch.setattr("jaxgrpo.training.records.folder.take_lock", take_late)
-    with pytest.raises(InputError, match=r"not empty \(it holds metrics.jsonl\)"):
-        RunFolder(tmp_path)
-    monkeypatch.undo()
-    RunFolder(tmp_path, resume=True).close()  # the lock is free
 
 
 def test_resuming_at_the_last_step_drops_only_the_torn_line(tmp_path):
