@@ -329,7 +329,8 @@ def guard(command: Callable[[], int | None]) -> int:
         jax.distributed.shutdown()
     if limits.has_left_threads() or (several and failed):
         for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()
+            with contextlib.suppress(OSError, ValueError):  # it is read no more, or was closed
+                stream.flush()
         parent.finished()
         os._exit(code)
     return code
