@@ -216,13 +216,15 @@ def ending_forks(name: str) -> Iterator[None]:
 def restoring_process() -> Iterator[None]:
     """Puts back what the block has changed of the process and a run needs.
 
-    What STOPS do, where Python handled them before: libraries take SIGTERM or SIGINT for themselves
-    when they are loaded or called, and a run would hear no stop signal. A timer that was begun and
+    What STOPS do, where they were handled or ignored: libraries take SIGTERM or SIGINT for
+    themselves when they are loaded or called, and a run would hear no stop signal. That SIGPIPE is
+    ignored: a reader that is gone would kill the process. A timer that was begun and
     not stopped, as by signal.alarm: it would go off within the run. And stdin, stdout and stderr,
     where they were closed: the next file that is opened would get what is printed.
     """
     is_main = threading.current_thread() is threading.main_thread()  # no other changes handlers
-    handlers = {number: signal.getsignal(number) for number in STOPS} if is_main else {}
+    numbers = (*STOPS, signal.SIGPIPE) if is_main else ()
+    handlers = {number: signal.getsignal(number) for number in numbers}
     had_timer = not is_main or any(signal.getitimer(signal.ITIMER_REAL))
     try:
         yield
@@ -230,7 +232,8 @@ def restoring_process() -> Iterator[None]:
         if not had_timer and any(signal.getitimer(signal.ITIMER_REAL)):
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in handlers.items():
-            if callable(handler) and signal.getsignal(number) is not handler:
+            is_default = handler in (None, signal.SIG_DFL)
+            if not is_default and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
         for number in range(3):
             try:

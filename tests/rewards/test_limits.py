@@ -174,6 +174,7 @@ def test_a_reward_that_takes_the_stop_signals_gives_them_back(raises):
     def takes(completions):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, lambda *_: None)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as scripts do that are read by `head`
         return 1 / 0 if raises else [0.0] * len(completions)
 
     assert set(data_limits.STOPS) == set(process.STOP_SIGNALS)
@@ -182,6 +183,7 @@ def test_a_reward_that_takes_the_stop_signals_gives_them_back(raises):
         os.kill(os.getpid(), signal.SIGTERM)
         assert process.stop_requested(1)
         assert signal.getsignal(signal.SIGINT) is process._on_signal
+    assert signal.getsignal(signal.SIGPIPE) == signal.SIG_IGN
 
 
 def test_a_timer_that_a_reward_leaves_does_not_go_off_within_the_run():
