@@ -254,6 +254,20 @@ def test_a_users_mistake_is_one_message_and_a_crash_a_traceback(capsys):
     assert {0, 1, 2} < runtime.EXIT_CODES.keys()
 
 
+def test_within_a_run_a_pipe_that_is_read_no_more_is_an_error_and_ends_no_process():
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as own code has it that is loaded
+    try:
+        with runtime.stop_signals():
+            reader, writer = os.pipe()
+            os.close(reader)
+            with pytest.raises(BrokenPipeError):
+                os.write(writer, b"x")
+            os.close(writer)
+        assert signal.getsignal(signal.SIGPIPE) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+
+
 CLOSES = """
 import os, sys
 from jaxgrpo.data.limits import restoring_process

@@ -237,6 +237,8 @@ def stop_signals(grace: float = math.inf, after: str = "step") -> Iterator[None]
     _Stop.grace, _Stop.notice, _Stop.listens = grace, [text.encode()], True
     numbers = [number for number in STOP_SIGNALS if not parent.is_nohup(number)]
     previous_handlers = {number: signal.signal(number, _on_signal) for number in numbers}
+    # Own code may have let it end the process, as scripts do that are read by `head`.
+    previous_handlers[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     parent.allow(grace)
     try:
         yield
