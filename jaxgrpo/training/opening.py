@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,8 @@ def open_run(
       setup_options: of `setup` beside the config.
       resume, devices_line, shown: as in `loop.take`.
     """
+    if resume:
+        process.broadcast(lambda: refuse_moved(config))
     start = functools.partial(fingerprints.config_facts, config)
     fingerprints.refuse_other_start(start, config.teachers, config.scorer_name)
     folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
@@ -111,6 +114,28 @@ def open_run(
         watch=stack.enter_context(watch),
         log=stack.enter_context(log),
     )
+
+
+def refuse_moved(config: Config) -> None:
+    """Refuses to continue the run of a folder whose config names another folder: it was moved or
+    copied, or its run.dir is relative and the command comes from another working directory. A run
+    would begin there again, or the one there would go on.
+
+    Raises: InputError, unless run.dir is not what the file says, as where --set gives it.
+    """
+    source, path = config.source, config.run.dir
+    if source is None or source.name != "config.toml" or storage.is_url(path):
+        return
+    home, folder = source.parent, Path(storage.place(path))
+    is_of_run = (home / "metrics.jsonl").is_file() and (home / "checkpoints").is_dir()
+    if not is_of_run or folder.resolve() == home.resolve():
+        return
+    if configs.read_tables(source)[0]["run"]["dir"] == path:
+        raise InputError(
+            f"{source} is of the run in {home}, and its run.dir = {path} is {folder}: add --set "
+            f"run.dir={shlex.quote(str(home))} to continue the run in {home}; for a run in "
+            f"{folder} give another config"
+        )
 
 
 def refuse_other_config(place: Place, text: str | None, config: Config) -> tuple[Config, Config]:
