@@ -78,8 +78,7 @@ def open_run(
       setup_options: of `setup` beside the config.
       resume, devices_line, shown: as in `loop.take`.
     """
-    if resume:
-        process.broadcast(lambda: refuse_moved(config))
+    process.broadcast(lambda: refuse_moved(config) if resume else None)
     start = functools.partial(fingerprints.config_facts, config)
     fingerprints.refuse_other_start(start, config.teachers, config.scorer_name)
     folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
@@ -88,11 +87,10 @@ def open_run(
     checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
     step, meta = newest_checkpoint(checkpoints, folder.places, last_config.checkpoint)
     run, facts = set_up(config, meta, setup_options)
-    problem = check_rewards(run, folder)
+    problems = [check_rewards(run, folder), *folder.problems(step, meta.get("logged"))]
     if step is not None:
         learner, stream = restore(run, checkpoints, step)
         run = run._replace(learner=learner, stream=stream)
-    problems = [*filter(None, [problem]), *folder.problems(step, meta.get("logged"))]
     aside_folder = begin_folder(run, folder, step)
     display = Display(config.train.steps, step or 0, active=shown and process.is_main())
     stack.enter_context(display.showing_bar())
@@ -331,7 +329,7 @@ def say_start(
     run: Setup,
     display: Display,
     devices_line: str,
-    problems: Sequence[str],
+    problems: Sequence[str | None],
     aside_folder: Path | None,
 ) -> None:
     """Says what a run begins with: devices, its attention, prompts left out, or both trained on and
@@ -360,7 +358,7 @@ def say_start(
         run.blueprint.chain, run.blueprint.objective, run.blueprint.sampling
     ):
         display.say(line)
-    for problem in problems:
+    for problem in filter(None, problems):
         display.say(problem)
     if aside_folder is not None:
         display.say(f"what was logged after the checkpoint is in {aside_folder}")
