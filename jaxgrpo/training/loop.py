@@ -193,19 +193,20 @@ def take_step(opened: OpenRun, learner: Learner, stream: Stream, number: int) ->
     """Step `number`: what it trained, and its metrics."""
     clock = Clock(lambda phase: opened.watch.phase(f"step {number}: {phase}"))
     run = opened.run
+    atlas: dict[str, float] = {}
+    # Until the update, which is given the learner, what was before the step is there.
     with opened.keeper.saving(number, (learner, stream)):
         with clock("sample"):
             params = run.sync(learner)
         live_groups = functools.partial(run.live_groups, learner)
         stream, collected = run.collect(params, number - 1, stream, live_groups, clock)
-    del params, live_groups  # what is sampled with makes room for the update
-    sharding.give_back(run.inputs.pretrained.mesh)
-    with clock("prepare"):
-        learner, prepared = run.prepare(learner, collected.rollouts)
-    atlas: dict[str, float] = {}
-    if run.atlases is not None and (number == 1 or is_due(number, run.config.atlas.every)):
-        with clock("atlas"):
-            atlas = run.atlases.draw(learner, collected.rollouts).metrics()
+        del params, live_groups  # what is sampled with makes room for the update
+        sharding.give_back(run.inputs.pretrained.mesh)
+        with clock("prepare"):
+            learner, prepared = run.prepare(learner, collected.rollouts)
+        if run.atlases is not None and (number == 1 or is_due(number, run.config.atlas.every)):
+            with clock("atlas"):
+                atlas = run.atlases.draw(learner, collected.rollouts).metrics()
     with clock("update"):
         learner, metrics = run.update(learner, prepared.batches)
         # Of all that was sampled, where `collect` and `prepare` count the same.

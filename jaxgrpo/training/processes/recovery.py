@@ -214,7 +214,8 @@ class Keeper:
     @contextlib.contextmanager
     def saving(self, number: int, before: tuple[Learner, Stream] | None = None) -> Iterator[None]:
         """Saves what was before step `number`, where a reward fails within, or, in a run of one
-        process, something else, as own code that chooses prompts; None: nothing.
+        process, something else, as own code that chooses prompts, or memory that is not there for
+        longer samples; None: nothing.
 
         Raises: process.RewardFailed instead of RewardError; in step 1 the reward is wrong input.
           Other errors as they are, with a note that says what is saved.
