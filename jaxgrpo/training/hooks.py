@@ -65,7 +65,7 @@ class StepEnd:
     collected: Collected
     advantage: Array  # [P, G], the mean over a sample's tokens
     values: dict[str, float]  # its metrics, as they are logged
-    failure: RewardError | None = None  # of the scorer in its evaluation, or in what rewards logged
+    failure: Exception | None = None  # in its evaluation, or in what rewards logged
 
     def with_values(self, values: dict[str, float]) -> StepEnd:
         """The same with more metrics."""
@@ -315,9 +315,9 @@ class Evaluations:
     def after_step(self, step: StepEnd) -> StepEnd:
         """A hook: evaluates after the last step, and every eval.every steps.
 
-        A stop signal, or a scorer that fails, ends the evaluation, so that the step is saved, and
-        the next start makes it: but where it decides about a reset of the reference, which is a
-        part of the step.
+        A stop signal, a scorer that fails or, in a run of one process, another failure ends the
+        evaluation, so that the step is saved, and the next start makes it: but where it decides
+        about a reset of the reference, which is a part of the step.
         """
         run, number = self.opened.run, step.number
         last = number == run.config.train.steps
@@ -330,10 +330,13 @@ class Evaluations:
         obey = functools.partial(refuse_stop, number)
         try:
             return step.with_values(self.measure(params, number, before_batch=obey))
-        except (EvaluationStopped, RewardError) as error:
+        except Exception as error:
+            in_all = isinstance(error, (EvaluationStopped, RewardError))
+            if not in_all and jax.process_count() > 1:
+                raise
             self.progress.owes_evaluation = True
             self.opened.display.say(f"step {number} is evaluated when the run goes on")
-            failure = error if isinstance(error, RewardError) else step.failure
+            failure = step.failure if isinstance(error, EvaluationStopped) else error
             return dataclasses.replace(step, failure=failure)
 
     def evaluate_owed(self, learner: Learner, step: int) -> None:

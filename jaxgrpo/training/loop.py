@@ -226,9 +226,10 @@ def take_step(opened: OpenRun, learner: Learner, stream: Stream, number: int) ->
 
 def save_if_due(opened: OpenRun, step: StepEnd) -> None:
     """Saves a step that is the last, the best or one of checkpoint.every, or that a signal, or a
-    reward or scorer that has failed, ends.
+    reward, a scorer or an evaluation that has failed, ends.
 
-    Raises: StopRequested after a stop signal, RewardFailed after such a failure.
+    Raises: StopRequested after a stop signal, RewardFailed where a reward or a scorer has failed;
+      the error of an evaluation that failed otherwise.
     """
     config, keeper, best = opened.run.config, opened.keeper, opened.keeper.progress.best
     number, last = step.number, config.train.steps
@@ -239,8 +240,12 @@ def save_if_due(opened: OpenRun, step: StepEnd) -> None:
         opened.watch.phase(f"step {number}: save")
         sharding.give_back(opened.run.inputs.pretrained.mesh)
         keeper.save(step.learner, step.stream, number, must=ends or number == last)
-    if step.failure is not None:
+    if isinstance(step.failure, RewardError):
         raise keeper.reward_failed(number, step.failure, keeper.saved_line()) from step.failure
+    if step.failure is not None:
+        line, command = keeper.saved_line(), keeper.resume_command()
+        step.failure.add_note(f"the evaluation of step {number} failed; {line}; go on: {command}")
+        raise step.failure
     if stop and (number < last or keeper.progress.owes_evaluation):
         raise process.StopRequested(
             f"stopped after step {number} of {last}, saved in {opened.folder.place}; go on "

@@ -175,6 +175,33 @@ def test_the_best_step_by_another_metric_is_forgotten_and_by_the_same_one_kept(t
 
 
 @pytest.mark.full
+def test_a_step_whose_evaluation_fails_otherwise_is_saved_too(tmp_path):
+    """As where memory is not there for the second pass."""
+    unread: Any = None
+    failed: list[int] = []
+
+    def evaluator(run):
+        def evaluate(params, key, step, **options):
+            if step == 2 and not failed:
+                failed.append(step)
+                raise MemoryError("a second pass")
+            ends = {"accuracy/low": 0.4, "accuracy/high": 0.6}
+            return Evaluation({"accuracy": 0.5, **ends}, unread, unread)
+
+        return evaluate
+
+    keys = {**EVAL, "eval.every": 2, "checkpoint.every": 50, "train.steps": 3}
+    config = small_run.config(tmp_path / "r", **keys)
+    with pytest.raises(MemoryError, match="a second pass") as raised:
+        loop.take(config, evaluator)
+    (note,) = raised.value.__notes__
+    assert note.startswith(f"the evaluation of step 2 failed; {tmp_path / 'r'} holds step 2; go on")
+    run = loop.take(config, evaluator, resume=True)
+    measured = [line["step"] for line in run.metrics if "eval/accuracy" in line]
+    assert measured == [0, 2, 3]
+
+
+@pytest.mark.full
 def test_an_evaluation_without_the_metric_of_the_best_step_is_none_of_the_best(tmp_path):
     """As the accuracy of a format that no sample has after some step."""
     unread: Any = None
