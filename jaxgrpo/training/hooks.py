@@ -323,12 +323,12 @@ class Evaluations:
         last = number == run.config.train.steps
         if not (last or is_due(number, run.config.eval.every)):
             return step
-        params = run.params_to_evaluate(step.learner)
         if run.config.reference.reset_patience:
             with self.opened.keeper.saving(number):
-                return step.with_values(self.measure(params, number))
+                return step.with_values(self.measure(run.params_to_evaluate(step.learner), number))
         obey = functools.partial(refuse_stop, number)
         try:
+            params = run.params_to_evaluate(step.learner)
             return step.with_values(self.measure(params, number, before_batch=obey))
         except Exception as error:
             in_all = isinstance(error, (EvaluationStopped, RewardError))
