@@ -7,6 +7,7 @@ metrics.jsonl holds; that file stays the record of the run.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import time
@@ -83,7 +84,8 @@ class Logbook(Closing):
             self._report.write(STOPPED)
         for tracker in self._trackers:
             try:
-                tracker.close()
+                with _failing_as_os_error():
+                    tracker.close()
             except OSError as error:
                 name = type(tracker).__name__
                 self._display.say(f"{name} not closed: {error}; metrics.jsonl has all numbers")
@@ -124,9 +126,12 @@ class Logbook(Closing):
             self._write_trackers(number, values)
 
     def _write_trackers(self, number: int, values: Mapping[str, float]) -> None:
+        def write(tracker: Tracker) -> None:
+            with _failing_as_os_error():
+                tracker.write(number, values)
+
         for tracker in self._trackers:
-            name = type(tracker).__name__
-            self._attempt(name, number, lambda tracker=tracker: tracker.write(number, values))
+            self._attempt(type(tracker).__name__, number, functools.partial(write, tracker))
 
     def samples(
         self, number: int, rows: Iterable[Mapping[str, Any]], weights: Mapping[str, float]
@@ -357,9 +362,11 @@ class WandB:
 
 @contextlib.contextmanager
 def _failing_as_os_error() -> Iterator[None]:
-    """What wandb raises, of a dozen kinds, becomes an OSError."""
+    """What a tracker raises, wandb of a dozen kinds, becomes an OSError."""
     try:
         yield
+    except OSError:
+        raise
     except Exception as error:
         raise OSError(one_line(error) or type(error).__name__) from error
 
