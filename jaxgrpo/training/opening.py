@@ -87,7 +87,7 @@ def open_run(
     checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
     step, meta = newest_checkpoint(checkpoints, folder.places, last_config.checkpoint)
     run, facts = set_up(config, meta, setup_options)
-    problems = [check_rewards(run, folder), *folder.problems(step, meta.get("logged"))]
+    problems = [check_rewards(run, folder, meta), *folder.problems(step, meta.get("logged"))]
     if step is not None:
         learner, stream = restore(run, checkpoints, step)
         run = run._replace(learner=learner, stream=stream)
@@ -245,15 +245,17 @@ def set_up(
     return setup(config, check=check, **setup_options), facts
 
 
-def check_rewards(run: Setup, folder: RunFolder) -> str | None:
+def check_rewards(run: Setup, folder: RunFolder, meta: Mapping[str, Any]) -> str | None:
     """Calls every reward, so that one that cannot be called is found before the first samples.
 
+    Args: meta: what the checkpoint holds beside its arrays; {} where there is none.
     Returns: what to say of the gold answer; see `gold_problem`. None for a replay, whose rewards
       are in its files: that they are those of the folder is what can be tried.
     """
     has_begun = lambda: folder.config() is not None  # noqa: E731
     replay = run.inputs.replay
-    process.broadcast(lambda: refuse_other_files(folder.replay(), has_begun(), replay))
+    replayed = "inputs" in meta and "rows" not in meta["inputs"]  # see `fingerprints.input_facts`
+    process.broadcast(lambda: refuse_other_files(folder.replay(), has_begun(), replay, replayed))
     if replay:
         return None
     return gold_problem(run.rewards, run.try_rewards())
