@@ -24,7 +24,7 @@ import jaxgrpo
 from jaxgrpo.core.errors import InputError, without_passwords
 from jaxgrpo.data import storage
 from jaxgrpo.training.processes import host, process
-from jaxgrpo.training.processes.backend import start_backend
+from jaxgrpo.training.processes.backend import devices_line, start_backend
 from jaxgrpo.training.records.console import Document
 
 PACKAGES = (
@@ -177,7 +177,7 @@ def _devices() -> dict[str, Any]:
     stats = [device.memory_stats() or {} for device in devices]
     has_affinity = hasattr(os, "sched_getaffinity")  # not on every system
     return {
-        "devices": process.devices_line() if devices else "none",
+        "devices": devices_line() if devices else "none",
         "problem": problem,
         "device_memory": [
             {"total": device_stats["bytes_limit"], "used": device_stats.get("bytes_in_use", 0)}

@@ -21,7 +21,12 @@ from typing import IO
 
 from jaxgrpo.cli.commands import COMMANDS
 from jaxgrpo.core.errors import InputError, suggest
-from jaxgrpo.training.processes.parent import STOP_SIGNALS, end_with_parent, is_nohup
+from jaxgrpo.training.processes.parent import (
+    STOP_SIGNALS,
+    end_with_parent,
+    is_nohup,
+    write_error,
+)
 
 TICK = 0.1  # seconds between two looks
 GRACE = 7.0
@@ -179,8 +184,8 @@ class _Job:
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+    """Also where stderr is read no more: processes that still save would be killed."""
+    write_error(f"{line}\n")
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:

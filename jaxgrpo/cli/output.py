@@ -41,7 +41,7 @@ def until_closed(command: Callable[[], int | None]) -> int:
     """
     try:
         code = command() or 0
-        if sys.stdout is not None:  # as where a service closes it
+        if sys.stdout is not None and not sys.stdout.closed:  # as where a service closes it
             _flush(sys.stdout.flush)
         return code
     except (BrokenPipeError, SystemExit) as error:

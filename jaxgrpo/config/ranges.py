@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxgrpo.config.own_code import installed
-from jaxgrpo.core.errors import suggest
+from jaxgrpo.core.errors import one_line, suggest
 
 KINDS: dict[Any, str] = {
     int: "a whole number",
@@ -100,7 +100,11 @@ def wandb_problem(options: Mapping[str, Any]) -> str | None:
             "tracking.wandb is given, but wandb is not installed: pip install 'jaxgrpo[wandb]', or "
             "take tracking.wandb out; metrics.jsonl and report.html are written in any case"
         )
-    import wandb
+    try:
+        import wandb
+    except Exception as error:  # as where its packages are of other versions
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        return f"tracking.wandb is given, but wandb cannot be imported ({reason}): mend that"
 
     parameters = inspect.signature(wandb.init).parameters.keys() - set(WANDB_OURS)
     for name in options:

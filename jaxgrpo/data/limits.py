@@ -26,6 +26,8 @@ from typing import Any, TypeVar
 from jaxgrpo.core.errors import one_line
 
 AGAIN = 1.0  # seconds until the next signal, if the function caught the exception
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""What stops a run: training/processes/parent.py, which loads nothing of ours, has them too."""
 
 STATUS = Path("/proc/self/statm")
 """Begins with the pages that the process has mapped; Linux has it."""
@@ -208,6 +210,37 @@ def ending_forks(name: str) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 os.write(2, text.encode("utf-8", "backslashreplace"))
             os._exit(1)
+
+
+@contextlib.contextmanager
+def restoring_process() -> Iterator[None]:
+    """Puts back what the block has changed of the process and a run needs.
+
+    What STOPS do, where they were handled or ignored: libraries take SIGTERM or SIGINT for
+    themselves when they are loaded or called, and a run would hear no stop signal. That SIGPIPE is
+    ignored: a reader that is gone would kill the process. A timer that was begun and
+    not stopped, as by signal.alarm: it would go off within the run. And stdin, stdout and stderr,
+    where they were closed: the next file that is opened would get what is printed.
+    """
+    is_main = threading.current_thread() is threading.main_thread()  # no other changes handlers
+    numbers = (*STOPS, signal.SIGPIPE) if is_main else ()
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    had_timer = not is_main or any(signal.getitimer(signal.ITIMER_REAL))
+    try:
+        yield
+    finally:
+        if not had_timer and any(signal.getitimer(signal.ITIMER_REAL)):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in handlers.items():
+            is_default = handler in (None, signal.SIG_DFL)
+            if not is_default and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+        for number in range(3):
+            try:
+                os.fstat(number)
+            except OSError:
+                os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+                os.set_inheritable(number, True)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 
 from jaxgrpo.config.keys import EvalKeys
 from jaxgrpo.core import records
+from jaxgrpo.core.errors import one_line, own_line, written
 from jaxgrpo.core.types import Params, Rollouts
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.evaluation import diversity, voting
@@ -25,6 +26,7 @@ from jaxgrpo.evaluation.rescoring import Base, Rescore, make_rescorer
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.rewards import Reward, RewardFunction, TrainerState, answers, check_rows
+from jaxgrpo.rewards.protocol import RewardError, callable_name
 from jaxgrpo.rollout.batch import draw
 from jaxgrpo.rollout.dialogue import Converse
 from jaxgrpo.rollout.judging import Judge, put_prompts
@@ -37,6 +39,7 @@ PURPOSE = 1  # folded into the key, so that evaluation never repeats training's 
 ROUNDS = 16  # samples of a batch per slot; more: fewer slots idle while a batch ends
 KL = "kl_to_base"
 SUCCESS = 0.5  # a scorer's value above it is a success
+SHOWN = 300  # characters of a completion in a message
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -219,8 +222,7 @@ def summarise(
     if group_size <= samples:
         metrics["flat_groups"] = float(diagnostics.flat_share(successes, totals, group_size).mean())
     for column in ("level", "source"):
-        values = (row.get(column) for row in questions.rows)  # None: the row lacks it
-        labels = np.array(["" if value is None else str(value) for value in values])
+        labels = np.array([_label(row.get(column)) for row in questions.rows])
         for label in sorted(set(labels) - {""}):
             metrics[f"accuracy/{column}_{label}"] = float(right[labels == label].mean())
     metrics["mean_length"] = float(sampled.mask.sum(-1).mean())
@@ -249,11 +251,36 @@ def _interval(name: str, values: np.ndarray) -> tuple[float, float]:
     return low, high
 
 
+def _label(value: Any) -> str:
+    """What a row has in a column, as a part of a metric's name; "" for None: it has nothing. Halves
+    of surrogate pairs, which no tracker takes, are written in escapes."""
+    return "" if value is None else str(value).encode("utf-8", "backslashreplace").decode()
+
+
 def extract_answers(sampled: Answers, questions: Questions) -> voting.FinalAnswers | None:
-    """The answers that the samples give, [N][n]; None if nothing can read them."""
-    if questions.extract is None:
+    """The answers that the samples give, [N][n]; None if nothing can read them.
+
+    Raises: RewardError where the code that reads them fails, or gives what cannot be compared.
+    """
+    extract = questions.extract
+    if extract is None:
         return None
-    return [[questions.extract(text) for text in row] for row in sampled.texts]
+    return [[_extract(extract, text) for text in row] for row in sampled.texts]
+
+
+def _extract(extract: Callable[[str], Hashable], text: str) -> Hashable:
+    try:
+        answer = extract(text)
+        hash(answer)  # a list has none
+        return answer
+    except (Exception, SystemExit) as error:
+        place, line = own_line(error)
+        where = f" in {place}: {line}" if place else ""
+        raise RewardError(
+            f"{callable_name(extract)}, which reads the answer of a completion, raised "
+            f"{type(error).__name__}: {one_line(error)}{where}; the completion is "
+            f"{written(text)[:SHOWN]}: return a text or a number, None where there is no answer"
+        ) from error
 
 
 def powers(base: int, largest: int) -> tuple[int, ...]:

@@ -113,8 +113,7 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
     """
     peers.set_timeout(config.run.peer_timeout)
     with contextlib.ExitStack() as stack:
-        start = functools.partial(config_facts, config)
-        refuse_other_start(start, config.teachers, config.scorer_name)
+        refuse_other_start(lambda: config_facts(config), config.teachers, config.scorer_name)
         folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
         text = process.broadcast(folder.config)
         config, saved = opening.refuse_other_config(folder.place, text, config)
@@ -127,7 +126,8 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
             run = run._replace(learner=learner, stream=stream)
         for problem in folder.problems(saved_step, meta.get("logged")):
             _say(console, problem)
-        opening.begin_folder(run, folder, saved_step)
+        if (aside_folder := opening.begin_folder(run, folder, saved_step)) is not None:
+            _say(console, f"what was logged after the checkpoint is in {aside_folder}")
         grace, limit = config.run.stop_grace, config.train.stop_after_not_finite
         stack.enter_context(process.stop_signals(grace))
         last, pretrained = config.train.steps, run.inputs.pretrained
@@ -140,7 +140,7 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
         numbers = range((saved_step or 0) + 1, last + 1)
         step = lambda learner, number: _step(run, learner, batch(number - 1))  # noqa: E731
         begin, every = (run.learner, run.stream), config.checkpoint.every
-        learner, line = _take_steps(console, step, begin, keeper, watch, numbers, every)
+        learner, line = _take_steps(step, begin, keeper, watch, numbers, every)
         watch.phase("end of the run")
         # A run that was finished before has the metrics of its last step in its file.
         line = line or process.broadcast(lambda: [{}, *read_metrics(folder.path)][-1])
@@ -152,13 +152,12 @@ def train(console: Console, config: Config, resume: bool = False) -> dict[str, A
             base = run.inputs, config.data.chat_template, input_facts
             process.broadcast(lambda: refuse_changed_base(*base))
             _write(folder, pretrained, learner, ends, summary)
-        _say(console, f"{summary['model']}: for model.path of a run")
+        display.say(f"{summary['model']}: for model.path of a run")
         process.meet()
     return summary
 
 
 def _take_steps(
-    console: Console,
     step: Callable[[Learner, int], tuple[Learner, dict[str, float]]],
     begin: tuple[Learner, Stream],
     keeper: Keeper,
@@ -178,7 +177,7 @@ def _take_steps(
             keeper.folder.write_metrics(number, line)
         keeper.refuse_diverged(number, line)
         if number == last or number % -(-last // LINES) == 0:
-            _say(console, f"step {number} of {last}: {_words(line)}")
+            keeper.display.say(f"step {number} of {last}: {_words(line)}")
         stop = process.stop_requested(number)
         if stop or number == last or number % every == 0:
             watch.phase(f"step {number}: save")

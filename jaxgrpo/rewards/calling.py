@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgrpo.core.errors import cut, no_text, own_line, written
-from jaxgrpo.data.limits import EventLoop, TimedOut, ending_forks
+from jaxgrpo.data.limits import EventLoop, TimedOut, ending_forks, restoring_process
 from jaxgrpo.data.written import storable
 from jaxgrpo.rewards.limits import SLACK, call_within, during, in_session, leave
 from jaxgrpo.rewards.protocol import (
@@ -250,7 +250,11 @@ class _Call:
             for key in arguments
         }
         try:
-            with during(self.name, self.timeout), ending_forks(f"rewards.{self.name}"):
+            with (
+                during(self.name, self.timeout),
+                ending_forks(f"rewards.{self.name}"),
+                restoring_process(),
+            ):
                 return call_within(self.timeout, lambda: self.reward.function(**private_arguments))
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and _is_ctrl_c():
@@ -342,7 +346,7 @@ def _wait_for(named: Mapping[str, tuple[Awaitable[Any], float | None]]) -> list[
     longest = max(limits) + SLACK if len(limits) == len(named) else None
     wait = _LOOP.begin(_gather(list(named.values())))
     try:
-        with during(names):
+        with during(names), restoring_process():
             return wait(longest)
     except TimedOut as error:
         raise RewardError(

@@ -9,6 +9,7 @@ ended it is there to be read; a function of the user's last, since it gets all m
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +22,7 @@ from jax import Array
 from jaxgrpo.core.errors import InputError, differing_names, one_line
 from jaxgrpo.core.scores import passes
 from jaxgrpo.core.types import Learner, Params, Rollouts, Stream
-from jaxgrpo.data.limits import ending_forks
+from jaxgrpo.data.limits import ending_forks, restoring_process
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import sharding
@@ -34,7 +35,6 @@ from jaxgrpo.training import fingerprints
 from jaxgrpo.training.collecting.collector import Collected
 from jaxgrpo.training.opening import OpenRun
 from jaxgrpo.training.processes import process
-from jaxgrpo.training.processes.recovery import Keeper
 from jaxgrpo.training.records import alarms
 from jaxgrpo.training.records.folder import plain
 from jaxgrpo.training.records.reading import evaluation_metrics
@@ -65,7 +65,7 @@ class StepEnd:
     collected: Collected
     advantage: Array  # [P, G], the mean over a sample's tokens
     values: dict[str, float]  # its metrics, as they are logged
-    failure: RewardError | None = None  # of the scorer, in its evaluation
+    failure: Exception | None = None  # in its evaluation, or in what rewards logged
 
     def with_values(self, values: dict[str, float]) -> StepEnd:
         """The same with more metrics."""
@@ -90,7 +90,7 @@ def make_hooks(
         hooks.append(compare_goals(goals, opened.run.collector.summed_rewards))
     hooks += [reset_reference(opened), write_samples(opened), write_log(opened)]
     if on_step is not None:
-        hooks.append(call_user(on_step, opened.keeper))
+        hooks.append(call_user(on_step, opened))
     return hooks
 
 
@@ -251,15 +251,17 @@ def check_on_step(on_step: Any) -> None:
         pass
 
 
-def call_user(on_step: OnStep, keeper: Keeper) -> Hook:
-    """Calls a function of the user's. Where it raises, its step is saved, which is whole: by a run
-    of one process, since of several it may raise in one."""
+def call_user(on_step: OnStep, opened: OpenRun) -> Hook:
+    """Calls a function of the user's. Where it raises, or calls sys.exit, its step is saved, which
+    is whole: by a run of one process, since of several it may raise in one."""
+    keeper = opened.keeper
 
     def hook(step: StepEnd) -> StepEnd:
+        opened.watch.phase(f"step {step.number}: on_step")
         try:
-            with ending_forks("on_step"):
+            with ending_forks("on_step"), restoring_process():
                 on_step(step.number, step.values)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if jax.process_count() == 1:
                 try:
                     keeper.save(step.learner, step.stream, step.number, must=True)
@@ -297,6 +299,12 @@ class EvaluationStopped(Exception):
     """A stop signal has ended an evaluation."""
 
 
+def refuse_stop(number: int) -> None:
+    """Raises: EvaluationStopped after a stop signal. Args: number: of the step; all call it."""
+    if process.stop_requested(number):
+        raise EvaluationStopped
+
+
 class Evaluations:
     """The evaluations of a run: of its base, after steps, and which of them was the best."""
 
@@ -307,28 +315,28 @@ class Evaluations:
     def after_step(self, step: StepEnd) -> StepEnd:
         """A hook: evaluates after the last step, and every eval.every steps.
 
-        A stop signal, or a scorer that fails, ends the evaluation, so that the step is saved, and
-        the next start makes it: but where it decides about a reset of the reference, which is a
-        part of the step.
+        A stop signal, a scorer that fails or, in a run of one process, another failure ends the
+        evaluation, so that the step is saved, and the next start makes it: but where it decides
+        about a reset of the reference, which is a part of the step.
         """
         run, number = self.opened.run, step.number
         last = number == run.config.train.steps
         if not (last or is_due(number, run.config.eval.every)):
             return step
-        params = run.params_to_evaluate(step.learner)
         if run.config.reference.reset_patience:
-            return step.with_values(self.measure_or_end(params, number))
-
-        def refuse_stop() -> None:
-            if process.stop_requested(number):
-                raise EvaluationStopped
-
+            with self.opened.keeper.saving(number):
+                return step.with_values(self.measure(run.params_to_evaluate(step.learner), number))
+        obey = functools.partial(refuse_stop, number)
         try:
-            return step.with_values(self.measure(params, number, before_batch=refuse_stop))
-        except (EvaluationStopped, RewardError) as error:
+            params = run.params_to_evaluate(step.learner)
+            return step.with_values(self.measure(params, number, before_batch=obey))
+        except Exception as error:
+            in_all = isinstance(error, (EvaluationStopped, RewardError))
+            if not in_all and jax.process_count() > 1:
+                raise
             self.progress.owes_evaluation = True
             self.opened.display.say(f"step {number} is evaluated when the run goes on")
-            failure = error if isinstance(error, RewardError) else None
+            failure = step.failure if isinstance(error, EvaluationStopped) else error
             return dataclasses.replace(step, failure=failure)
 
     def evaluate_owed(self, learner: Learner, step: int) -> None:
@@ -349,9 +357,21 @@ class Evaluations:
         self.progress.owes_evaluation = False
 
     def measure_or_end(self, params: Params, number: int) -> dict[str, float]:
-        """As `measure`. Raises: process.RewardFailed where the scorer fails."""
-        with self.opened.keeper.saving(number):
-            return self.measure(params, number)
+        """As `measure`, before the first step of a start.
+
+        Raises: process.RewardFailed where the scorer fails, process.StopRequested after a stop
+          signal: the next start makes the evaluation.
+        """
+        keeper, last = self.opened.keeper, self.opened.run.config.train.steps
+        obey = functools.partial(refuse_stop, number)
+        try:
+            with keeper.saving(number):
+                return self.measure(params, number, before_batch=obey)
+        except EvaluationStopped:
+            raise process.StopRequested(
+                f"stopped after step {number} of {last}, in its evaluation, which is made when the "
+                f"run goes on; {keeper.saved_line()}; go on with: {keeper.resume_command()}"
+            ) from None
 
     def measure(self, params: Params, number: int, **options: Any) -> dict[str, float]:
         """The metrics of an evaluation of the policy after step `number`, as they are logged;
@@ -366,13 +386,21 @@ class Evaluations:
 
     def note_best(self, number: int, metrics: Mapping[str, Any]) -> None:
         """Remembers step `number` where none was better by checkpoint.keep_best; of logged metrics
-        those that are not finite are None."""
+        those that are not finite are None. An evaluation may lack the metric, as the accuracy of a
+        format that no sample has: it is no best one then."""
         best, metric = self.progress.best, self.opened.run.config.checkpoint.keep_best
-        refuse_unknown_best(metric, metrics)
         if metric is not None and number > 0:
-            value = metrics[metric.removeprefix("eval/")]
+            value = metrics.get(metric.removeprefix("eval/"))
             if value is not None and is_better(value, best[1] if best else None):
                 self.progress.replace_best(number, value)
+
+    def refuse_unknown(self, metrics: Mapping[str, Any]) -> None:
+        """Raises: InputError where the evaluation of the base has no metric of the name by which
+        steps are compared, or resets decided."""
+        config = self.opened.run.config
+        refuse_unknown_best(config.checkpoint.keep_best, metrics)
+        if config.reference.reset_patience:
+            refuse_unknown_best(config.reference.reset_metric, metrics, "reference.reset_metric")
 
     def evaluate_base(self, learner: Learner, step: int) -> None:
         """Evaluates the base before the first step, and again where something else is asked now.
@@ -380,7 +408,8 @@ class Evaluations:
         Args:
           step: finished steps.
 
-        Raises: InputError where other questions would decide about resets of the reference.
+        Raises: InputError as `refuse_unknown`, and where other questions would decide about resets
+          of the reference.
         """
         opened, run, progress = self.opened, self.opened.run, self.progress
         if run.inputs.held_out is None:
@@ -396,15 +425,18 @@ class Evaluations:
         if process.broadcast(
             lambda: saved_facts == facts and opened.folder.evaluation(0) == logged
         ):
+            self.refuse_unknown(metrics)
             return
         if step == 0:
             values = self.measure_or_end(run.params_to_evaluate(learner), 0)
+            self.refuse_unknown(evaluation_metrics(values))
             progress.resets = see(run.config.reference, progress.resets, values)
             opened.log.step(0, values)
         else:
             self._say_changed(saved_facts, facts, step)
             progress.forget_best()
             values = self.measure_or_end(policy_for_run(run).read_params(), 0)
+            self.refuse_unknown(evaluation_metrics(values))
             opened.log.replace_evaluations(step, {0: values})
         progress.base = {"asked": facts, "metrics": plain(evaluation_metrics(values))}
 

@@ -29,7 +29,7 @@ from jaxgrpo.evaluation.diversity import find_collapse
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import texts
-from jaxgrpo.rewards import Rewards
+from jaxgrpo.rewards import RewardError, Rewards
 from jaxgrpo.training.checkpoints import parameter_hash
 from jaxgrpo.training.collecting.replay import SavedRollouts
 from jaxgrpo.training.export import export
@@ -193,35 +193,43 @@ def take_step(opened: OpenRun, learner: Learner, stream: Stream, number: int) ->
     """Step `number`: what it trained, and its metrics."""
     clock = Clock(lambda phase: opened.watch.phase(f"step {number}: {phase}"))
     run = opened.run
+    atlas: dict[str, float] = {}
+    # Until the update, which is given the learner, what was before the step is there.
     with opened.keeper.saving(number, (learner, stream)):
         with clock("sample"):
             params = run.sync(learner)
         live_groups = functools.partial(run.live_groups, learner)
         stream, collected = run.collect(params, number - 1, stream, live_groups, clock)
-    del params, live_groups  # what is sampled with makes room for the update
-    sharding.give_back(run.inputs.pretrained.mesh)
-    with clock("prepare"):
-        learner, prepared = run.prepare(learner, collected.rollouts)
-    atlas: dict[str, float] = {}
-    if run.atlases is not None and (number == 1 or is_due(number, run.config.atlas.every)):
-        with clock("atlas"):
-            atlas = run.atlases.draw(learner, collected.rollouts).metrics()
+        del params, live_groups  # what is sampled with makes room for the update
+        sharding.give_back(run.inputs.pretrained.mesh)
+        with clock("prepare"):
+            learner, prepared = run.prepare(learner, collected.rollouts)
+        if run.atlases is not None and (number == 1 or is_due(number, run.config.atlas.every)):
+            with clock("atlas"):
+                atlas = run.atlases.draw(learner, collected.rollouts).metrics()
     with clock("update"):
         learner, metrics = run.update(learner, prepared.batches)
         # Of all that was sampled, where `collect` and `prepare` count the same.
         metrics = merge(prepared.metrics, metrics) | collected.metrics
         values = finalise(sharding.to_host(metrics))
-    values = with_logged(values, collected.reward_log)
+    failure = None
+    try:
+        values = with_logged(values, collected.reward_log)
+    except RewardError as error:
+        if number < 2:
+            raise
+        failure = error  # the step is whole but for what was logged, and is saved
     values["learning_rate"] = float(sharding.to_host(current_rate(learner.opt_state)))
     values |= clock.seconds | atlas
-    return StepEnd(number, learner, stream, collected, prepared.advantage, values)
+    return StepEnd(number, learner, stream, collected, prepared.advantage, values, failure)
 
 
 def save_if_due(opened: OpenRun, step: StepEnd) -> None:
     """Saves a step that is the last, the best or one of checkpoint.every, or that a signal, or a
-    scorer that has failed, ends.
+    reward, a scorer or an evaluation that has failed, ends.
 
-    Raises: StopRequested after a stop signal, RewardFailed after such a failure.
+    Raises: StopRequested after a stop signal, RewardFailed where a reward or a scorer has failed;
+      the error of an evaluation that failed otherwise.
     """
     config, keeper, best = opened.run.config, opened.keeper, opened.keeper.progress.best
     number, last = step.number, config.train.steps
@@ -232,8 +240,12 @@ def save_if_due(opened: OpenRun, step: StepEnd) -> None:
         opened.watch.phase(f"step {number}: save")
         sharding.give_back(opened.run.inputs.pretrained.mesh)
         keeper.save(step.learner, step.stream, number, must=ends or number == last)
-    if step.failure is not None:
+    if isinstance(step.failure, RewardError):
         raise keeper.reward_failed(number, step.failure, keeper.saved_line()) from step.failure
+    if step.failure is not None:
+        line, command = keeper.saved_line(), keeper.resume_command()
+        step.failure.add_note(f"the evaluation of step {number} failed; {line}; go on: {command}")
+        raise step.failure
     if stop and (number < last or keeper.progress.owes_evaluation):
         raise process.StopRequested(
             f"stopped after step {number} of {last}, saved in {opened.folder.place}; go on "

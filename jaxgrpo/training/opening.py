@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ def open_run(
       setup_options: of `setup` beside the config.
       resume, devices_line, shown: as in `loop.take`.
     """
+    process.broadcast(lambda: refuse_moved(config) if resume else None)
     start = functools.partial(fingerprints.config_facts, config)
     fingerprints.refuse_other_start(start, config.teachers, config.scorer_name)
     folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
@@ -85,11 +87,10 @@ def open_run(
     checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
     step, meta = newest_checkpoint(checkpoints, folder.places, last_config.checkpoint)
     run, facts = set_up(config, meta, setup_options)
-    problem = check_rewards(run, folder)
+    problems = [check_rewards(run, folder, meta), *folder.problems(step, meta.get("logged"))]
     if step is not None:
         learner, stream = restore(run, checkpoints, step)
         run = run._replace(learner=learner, stream=stream)
-    problems = [*filter(None, [problem]), *folder.problems(step, meta.get("logged"))]
     aside_folder = begin_folder(run, folder, step)
     display = Display(config.train.steps, step or 0, active=shown and process.is_main())
     stack.enter_context(display.showing_bar())
@@ -111,6 +112,28 @@ def open_run(
         watch=stack.enter_context(watch),
         log=stack.enter_context(log),
     )
+
+
+def refuse_moved(config: Config) -> None:
+    """Refuses to continue the run of a folder whose config names another folder: it was moved or
+    copied, or its run.dir is relative and the command comes from another working directory. A run
+    would begin there again, or the one there would go on.
+
+    Raises: InputError, unless run.dir is not what the file says, as where --set gives it.
+    """
+    source, path = config.source, config.run.dir
+    if source is None or source.name != "config.toml" or storage.is_url(path):
+        return
+    home, folder = source.parent, Path(storage.place(path))
+    is_of_run = (home / "metrics.jsonl").is_file() and (home / "checkpoints").is_dir()
+    if not is_of_run or folder.resolve() == home.resolve():
+        return
+    if configs.read_tables(source)[0]["run"]["dir"] == path:
+        raise InputError(
+            f"{source} is of the run in {home}, and its run.dir = {path} is {folder}: add --set "
+            f"run.dir={shlex.quote(str(home))} to continue the run in {home}; for a run in "
+            f"{folder} give another config"
+        )
 
 
 def refuse_other_config(place: Place, text: str | None, config: Config) -> tuple[Config, Config]:
@@ -222,15 +245,17 @@ def set_up(
     return setup(config, check=check, **setup_options), facts
 
 
-def check_rewards(run: Setup, folder: RunFolder) -> str | None:
+def check_rewards(run: Setup, folder: RunFolder, meta: Mapping[str, Any]) -> str | None:
     """Calls every reward, so that one that cannot be called is found before the first samples.
 
+    Args: meta: what the checkpoint holds beside its arrays; {} where there is none.
     Returns: what to say of the gold answer; see `gold_problem`. None for a replay, whose rewards
       are in its files: that they are those of the folder is what can be tried.
     """
     has_begun = lambda: folder.config() is not None  # noqa: E731
     replay = run.inputs.replay
-    process.broadcast(lambda: refuse_other_files(folder.replay(), has_begun(), replay))
+    replayed = "inputs" in meta and "rows" not in meta["inputs"]  # see `fingerprints.input_facts`
+    process.broadcast(lambda: refuse_other_files(folder.replay(), has_begun(), replay, replayed))
     if replay:
         return None
     return gold_problem(run.rewards, run.try_rewards())
@@ -306,7 +331,7 @@ def say_start(
     run: Setup,
     display: Display,
     devices_line: str,
-    problems: Sequence[str],
+    problems: Sequence[str | None],
     aside_folder: Path | None,
 ) -> None:
     """Says what a run begins with: devices, its attention, prompts left out, or both trained on and
@@ -335,7 +360,7 @@ def say_start(
         run.blueprint.chain, run.blueprint.objective, run.blueprint.sampling
     ):
         display.say(line)
-    for problem in problems:
+    for problem in filter(None, problems):
         display.say(problem)
     if aside_folder is not None:
         display.say(f"what was logged after the checkpoint is in {aside_folder}")

@@ -17,7 +17,6 @@ from jaxgrpo.config.keys import ReferenceKeys
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.core.types import Learner, Params
 from jaxgrpo.losses import Objective
-from jaxgrpo.training.records.reading import evaluation_metrics
 from jaxgrpo.update.forward import Blueprint, opt_layout, trained_layout
 from jaxgrpo.update.optimizer import fresh_moments
 
@@ -116,14 +115,11 @@ def make_resetter(keys: ReferenceKeys, evaluated_every: int, blueprint: Blueprin
 def see(keys: ReferenceKeys, resets: Resets, values: Mapping[str, float]) -> Resets:
     """Counts the evaluations that brought nothing better.
 
-    A step without an evaluation changes nothing; nor does one whose value is not finite.
+    A step without an evaluation changes nothing; nor does one whose value is not finite, or is not
+    there, as the accuracy of a format that no sample has.
     """
-    metric, measured = keys.reset_metric, evaluation_metrics(values)
-    if not keys.reset_patience or not measured:
-        return resets
-    refuse_unknown_best(metric, measured, "reference.reset_metric")
-    value = float(values[metric])
-    if not math.isfinite(value):
+    value = float(values.get(keys.reset_metric, math.nan))
+    if not keys.reset_patience or not math.isfinite(value):
         return resets
     if is_better(value, resets.best):
         return resets._replace(best=value, stale=0)

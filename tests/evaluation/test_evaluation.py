@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from engines import cpu_mesh
 
 from jaxgrpo.evaluation.evaluate import Answers, Questions, batch_size, summarise
 from jaxgrpo.evaluation.intervals import bootstrap, read_interval
-from jaxgrpo.rewards import Reward
+from jaxgrpo.rewards import Reward, RewardError
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots.capacity import fitting_slots
 
@@ -84,6 +85,30 @@ def test_majorities_appear_only_where_answers_can_be_extracted():
     greedy, sampled = answers([[1]]), answers([[1, 0, 0, 0]], [["a", "b", "b", "b"]])
     assert "maj@4" not in summarise(greedy, sampled, questions(1), 2)
     assert summarise(greedy, sampled, questions(1, extract=str), 2)["maj@4"] == 0
+
+
+@pytest.mark.parametrize(
+    ("extract", "problem"),
+    [
+        (lambda text: text.split()[-1], "raised IndexError: list index out of range"),
+        (lambda text: [text], "raised TypeError: unhashable type: 'list'"),
+        (lambda text: sys.exit(1), "raised SystemExit: 1"),
+    ],
+    ids=["raises", "list", "exits"],
+)
+def test_what_reads_answers_and_fails_is_named_with_a_completion(extract, problem):
+    """As a reward that fails: a run saves the step that it evaluates."""
+    sampled = answers([[1, 0]], [["", ""]])
+    message = rf"<lambda>, which reads the answer of a completion, {problem}.*completion is '': ret"
+    with pytest.raises(RewardError, match=message):
+        summarise(answers([[1]]), sampled, questions(1, extract=extract), 2)
+
+
+def test_half_a_surrogate_pair_in_a_label_is_written_in_escapes():
+    """No tracker takes it, and JSON can hold it."""
+    labelled = questions(1, source=["a\udcff"])
+    metrics = summarise(answers([[1]]), answers([[1, 0]]), labelled, 2)
+    assert metrics["accuracy/source_a\\udcff"] == 1
 
 
 def test_intervals_hold_the_mean_and_narrow_with_the_square_root_of_the_prompts():

@@ -141,6 +141,25 @@ def test_a_process_that_ends_early_says_why_in_a_few_lines(name, tmp_path, start
     refuse_long(errors)
 
 
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_step_in_which_a_reward_logs_a_number_of_the_trainer_is_saved(tmp_path):
+    """This run saves its last step alone, and the names of an update are known behind it."""
+
+    def reward(completions, trainer_state, log_metric, **columns):
+        if trainer_state.global_step == 2 and len(completions) > 2:
+            log_metric("grad_norm", 1.0)
+        return [float(len(text)) for text in completions]
+
+    config = small_run.config(tmp_path / "r", **{"train.steps": 4, "checkpoint.every": 50})
+    message = r"(?s)log_metric\('grad_norm', ...\), the name of a .*in step 3; .*holds step 3;"
+    with pytest.raises(process.RewardFailed, match=message):
+        loop.train(config, rewards=[reward])
+    lines = small_run.metrics(tmp_path / "r")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert loop.train(config, rewards=[reward], resume="auto").summary["step"] == 4
+
+
 FILES = {"exits": "import sys\nsys.exit(0)\n", "broken": "def f(:\n", "raises": "1 / 0\n"}
 KEYS = {
     "rewards": lambda use: [{"use": use}],
@@ -190,16 +209,19 @@ def test_a_base_that_goes_away_under_a_run_costs_no_step(name, problem, tmp_path
     assert loop.train(config, resume="auto").summary["step"] == 1
 
 
-def test_a_step_after_which_the_function_of_the_user_raises_is_saved(tmp_path):
+@pytest.mark.parametrize(
+    "error", [KeyError("pruned"), pytest.param(SystemExit("pruned"), marks=pytest.mark.full)]
+)
+def test_a_step_after_which_the_function_of_the_user_raises_is_saved(error, tmp_path):
     """This run saves its last step alone."""
     changes = {"train.steps": 3, "checkpoint.every": 50}
     config, undisturbed = (small_run.config(tmp_path / name, **changes) for name in "rw")
 
     def raise_after_two(number, _):
         if number == 2:
-            raise KeyError("pruned")
+            raise error
 
-    with pytest.raises(KeyError, match="pruned") as raised:
+    with pytest.raises(type(error), match="pruned") as raised:
         loop.train(config, on_step=raise_after_two)
     start = f"on_step raised after step 2; {tmp_path / 'r'} holds step 2; go on: jaxgrpo train "
     assert raised.value.__notes__[0].startswith(start)

@@ -17,6 +17,7 @@ import small_run
 from checkpointed import small_run_state
 from faulty_runs import limit_files
 
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.training import loop
 from jaxgrpo.training.checkpoints import Checkpoints
@@ -25,6 +26,7 @@ from jaxgrpo.training.processes.recovery import MAX_UNSAVED, Keeper, Progress
 from jaxgrpo.training.records.console import Display
 from jaxgrpo.training.records.folder import RunFolder
 from jaxgrpo.training.records.logbook import TensorBoard
+from jaxgrpo.training.records.reading import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault(13), pytest.mark.usefixtures("space")]
 
@@ -181,6 +183,41 @@ def test_a_reward_that_fails_behind_a_save_that_failed_has_its_last_step_saved(k
     assert keeper.checkpoints.steps() == [5]
 
 
+def test_what_was_before_a_step_in_which_own_code_fails_is_saved(keeper):
+    save(keeper, 2)
+    before = small_run_state(5)
+    with pytest.raises(KeyError, match="my prompts") as raised, keeper.saving(6, before):
+        raise KeyError("my prompts")
+    (note,) = raised.value.__notes__
+    assert note.startswith(f"the run ended in step 6; {keeper.folder.place} holds step 5; go on: ")
+    assert keeper.checkpoints.steps() == [5]
+
+    def fail() -> None:
+        with keeper.saving(7, small_run_state(6)):
+            raise InputError("scores[0].prompt: row 3: it returned an empty text")
+
+    assert process.guard(fail) == 2
+    assert keeper.checkpoints.steps() == [6]
+
+
+def test_a_part_of_a_line_that_a_faulty_disk_has_is_cut_off_before_the_next(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    file = tmp_path / "metrics.jsonl"
+    with RunFolder(tmp_path) as run:
+        run.write_metrics(1, {"reward": 0.5})
+        size = file.stat().st_size
+        limit_files(size + 10)
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="could not be written"):
+            patch.setattr(os, "truncate", refuse)
+            run.write_metrics(2, {"reward": 1.0})
+        limit_files()
+        assert file.stat().st_size == size + 10
+        run.write_metrics(3, {"reward": 0.0})
+    assert [line["step"] for line in read_metrics(file)] == [1, 2, 3]
+
+
 def test_saves_that_fail_one_by_one_never_end_a_run_and_those_in_a_row_do(keeper):
     for step in range(1, 5 * (MAX_UNSAVED + 1), 2):  # each is followed by one that succeeds
         save(keeper, step, is_full=True)
@@ -216,6 +253,18 @@ def test_a_run_that_diverges_behind_a_save_that_failed_says_so(keeper):
     values = {"weights/growth": math.inf, "weights/norm": math.inf, "learning_rate": 0.1}
     values |= {"skipped_updates/not_finite": 0.0, "sampling/not_finite": 0.0}
     with pytest.raises(process.Diverged, match="the last good checkpoint is of step 2"):
+        keeper.refuse_diverged(5, values)
+
+
+def test_a_run_that_diverges_where_its_checkpoints_cannot_be_read_says_so(keeper, monkeypatch):
+    def steps() -> list[int]:
+        raise OSError(errno.EIO, "Input/output error", "r/checkpoints")
+
+    monkeypatch.setattr(keeper.checkpoints, "steps", steps)
+    values = {"weights/growth": math.inf, "weights/norm": math.inf, "learning_rate": 0.1}
+    values |= {"skipped_updates/not_finite": 0.0, "sampling/not_finite": 0.0}
+    message = r"its checkpoints cannot be read \(r/checkpoints: Input/output error\)"
+    with pytest.raises(process.Diverged, match=message):
         keeper.refuse_diverged(5, values)
 
 

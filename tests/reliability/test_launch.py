@@ -136,6 +136,26 @@ def test_a_process_is_named_by_all_three_options_or_by_none(capsys, monkeypatch)
         del os.environ[name]
 
 
+UNREAD = """
+import os
+from jaxgrpo.cli import launch
+reader, writer = os.pipe()
+os.close(reader)
+os.dup2(writer, 2)
+for line in ("[1] ended with exit code 143", "[0] ended with exit code 141"):
+    launch._say(line)
+print("the others may end")
+"""
+
+
+def test_a_launcher_whose_output_is_read_no_more_kills_no_process_for_it(environment):
+    """As behind `2>&1 | head`: a process may still save its step."""
+    run = subprocess.run(
+        [sys.executable, "-c", UNREAD], env=environment(), capture_output=True, text=True
+    )
+    assert (run.returncode, run.stdout) == (0, "the others may end\n")
+
+
 @pytest.mark.full
 @pytest.mark.slow
 def test_output_of_process_0_is_shown_as_it_is_and_of_others_where_they_fail(environment):

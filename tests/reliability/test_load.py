@@ -144,10 +144,14 @@ def test_a_report_of_10000_steps_takes_seconds_and_a_few_megabytes(base, tmp_pat
 
 @pytest.mark.fault(17)
 @pytest.mark.full
+@pytest.mark.parametrize("first", ["the run", "its watch"])
 def test_a_reader_that_closes_its_pipe_ends_the_run_with_141_and_its_steps_stay(
-    base, tmp_path, start
+    first, base, tmp_path, start
 ):
-    file = faulty_runs.write(base, tmp_path, **{"train.steps": 50})
+    """The watch prints first where a step takes long. The last step alone is due to be saved."""
+    harm = "if step == 3 and not is_called_to_try: time.sleep(12)" * (first == "its watch")
+    changes = {"train.steps": 50, "checkpoint.every": 50}
+    file = faulty_runs.write(base, tmp_path, harm, "import time", **changes)
     run = start("train", file, merged=False)
     for line in run.stdout:
         if "   2 reward" in line:
@@ -156,9 +160,12 @@ def test_a_reader_that_closes_its_pipe_ends_the_run_with_141_and_its_steps_stay(
     _, errors = run.communicate(timeout=100)
     assert run.returncode == 141
     assert faulty_runs.disorder(errors) == []
-    run = start("train", file, "--resume", "auto", "--set", "train.steps=3")
-    faulty_runs.wait_until(lambda: run.poll() is not None)
-    assert len(faulty_runs.lines(tmp_path / "r")) >= 2
+    (saved,) = (int(step.name) for step in (tmp_path / "r" / "checkpoints").iterdir())
+    assert f"stopped after step {saved} of 50, saved in {tmp_path / 'r'}; go on with" in errors
+    run = start("train", file, "--resume", "auto", "--set", f"train.steps={saved + 1}")
+    output, _ = run.communicate(timeout=100)
+    assert run.returncode == 0, output
+    assert [line["step"] for line in faulty_runs.lines(tmp_path / "r")] == [*range(1, saved + 2)]
 
 
 HOMES = {

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import threading
 import time
 
@@ -210,6 +211,77 @@ def test_a_thread_that_fails_beside_a_run_is_told_in_a_line(capfd):
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("writer ended with OSError: closed (")
     assert "test_watchdog.py, line " in line
+
+
+@pytest.mark.parametrize("first", ["the watch", "the run"])
+def test_a_run_whose_output_is_read_no_more_stops_after_its_step(first, monkeypatch):
+    """The thread that watches it may be the first to print: it would take that for its own end."""
+    monkeypatch.setattr(process._Stop, "request", None)
+    now = [0.0]
+    display = Display(9, 2, active=True, clock=lambda: now[0])
+    now[0] += console.SILENCE
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as unread, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", unread)
+        with process.stop_signals():
+            assert not process.stop_requested(3)
+            if first == "the watch":
+                display.under_way("step 3: sample", 10.0)
+            display.say("   3 reward")
+            assert process.stop_requested(3)
+            display.say("   4 reward")  # goes nowhere
+
+    def stop() -> None:
+        raise process.StopRequested("saved")
+
+    assert process.guard(stop) == 141
+
+
+def test_a_command_without_steps_ends_where_its_output_is_read_no_more(monkeypatch):
+    display = Display(9, 2, active=True)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as unread, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", unread)
+        with pytest.raises(SystemExit) as ended:
+            display.say("a line")
+        assert isinstance(ended.value.__context__, BrokenPipeError)
+
+
+def test_what_ends_a_run_is_not_lost_where_its_output_is_read_no_more(monkeypatch):
+    display = Display(9, 2, active=True)
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as unread, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", unread)
+        with pytest.raises(ValueError, match="no grader"), display.showing_bar():
+            os.close(reader)
+            raise ValueError("no grader")
+
+
+def test_a_thread_that_watches_survives_that_its_output_is_read_no_more(monkeypatch):
+    """Of a run in a thread, which no signal stops."""
+    display = Display(9, 2, active=True)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as unread, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", unread)
+        display.under_way("step 3: sample", console.FIRST)
+
+
+@pytest.mark.fault(14)
+def test_a_stop_signal_is_heard_where_a_library_has_taken_it(monkeypatch, capfd):
+    monkeypatch.setattr(process._Stop, "request", None)
+    with process.stop_signals(60.0), Watchdog(lambda *_: None, lambda: "", 60.0, 0.0) as watch:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        watch.phase("step 3: update")
+        os.kill(os.getpid(), signal.SIGTERM)
+        over = time.monotonic() + 10
+        while not process.stop_requested(3):
+            assert time.monotonic() < over
+            time.sleep(0.01)
+    assert "stopping after this step, in 60 s at the latest" in capfd.readouterr().err
 
 
 def test_a_long_reward_is_shown_in_the_bar_and_in_lines_ever_farther_apart():

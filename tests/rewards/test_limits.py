@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -12,7 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from jaxgrpo.data import limits as data_limits
 from jaxgrpo.rewards import Reward, RewardError, call_rewards, calling, limits
+from jaxgrpo.training.processes import process
 
 pytestmark = pytest.mark.fault(17)
 
@@ -161,6 +164,46 @@ def forks_and_raises(completions):
     if FORKED[-1] == 0:
         raise ValueError("in the child")
     return [1.0] * len(completions)
+
+
+@pytest.mark.fault(14)
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_reward_that_takes_the_stop_signals_gives_them_back(raises):
+    """As libraries do that it loads: the run would not hear that it is to stop."""
+
+    def takes(completions):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, lambda *_: None)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as scripts do that are read by `head`
+        return 1 / 0 if raises else [0.0] * len(completions)
+
+    assert set(data_limits.STOPS) == set(process.STOP_SIGNALS)
+    with process.stop_signals():
+        call(on_error={"takes": "unscored"}, timeout={"takes": 60.0}, takes=takes)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert process.stop_requested(1)
+        assert signal.getsignal(signal.SIGINT) is process._on_signal
+    assert signal.getsignal(signal.SIGPIPE) == signal.SIG_IGN
+
+
+def test_a_timer_that_a_reward_leaves_does_not_go_off_within_the_run():
+    """As of a time limit of its own, behind a return in front of signal.alarm(0)."""
+    before = signal.getsignal(signal.SIGALRM)
+
+    def late(*_):
+        raise TimeoutError
+
+    def begins(completions):
+        signal.signal(signal.SIGALRM, late)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        return [0.0] * len(completions)
+
+    try:
+        call(begins=begins)
+        time.sleep(0.3)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @pytest.mark.parametrize("forking", [forks, forks_and_raises])

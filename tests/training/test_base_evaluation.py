@@ -12,7 +12,9 @@ import pytest
 import small_run
 
 from jaxgrpo.config import files as configs
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.prompts import PromptData
+from jaxgrpo.evaluation.evaluate import Evaluation
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training import loop
 from jaxgrpo.training.fingerprints import evaluation_facts
@@ -107,6 +109,23 @@ def test_an_evaluation_that_a_signal_ends_is_made_by_the_next_start(tmp_path, mo
 
 
 @pytest.mark.full
+def test_a_signal_ends_an_evaluation_before_the_first_step_of_a_start(tmp_path, monkeypatch):
+    """Of the base, and one that an earlier start owes: they may take longer than run.stop_grace."""
+    keys = {**EVAL, "eval.every": 1, "checkpoint.every": 50}
+    straight = train(tmp_path / "s", 2, **keys)
+    for stop, saved in ((0, "no step yet"), (1, "saved in"), (1, "holds step 1")):
+        with monkeypatch.context() as patch:
+            patch.setattr(process, "stop_requested", lambda number, at=stop: number == at)
+            message = f"stopped after step {stop} of 2.*{saved}.*go on with"
+            with pytest.raises(process.StopRequested, match=message):
+                train(tmp_path / "r", 2, "auto", **keys)
+    run = train(tmp_path / "r", 2, "auto", **keys)
+    assert small_run.metrics(run.path) == small_run.metrics(straight.path)
+    for name in ("base", "trained", "parameter_hash"):
+        assert run.summary[name] == straight.summary[name], name
+
+
+@pytest.mark.full
 def test_a_step_in_whose_evaluation_the_scorer_fails_is_saved_and_evaluated_later(tmp_path):
     scorer, mark = tmp_path / "judge.py", tmp_path / "broken"
     scorer.write_text(
@@ -153,6 +172,56 @@ def test_the_best_step_by_another_metric_is_forgotten_and_by_the_same_one_kept(t
     # A length is always above a share: compared with it no step would be the best any more.
     assert run.summary["best"] == {"step": 4, "eval/truncated": run.metrics[-1]["eval/truncated"]}
     assert "4 of 4 steps" in (run.export(tmp_path / "best", "best") / "README.md").read_text()
+
+
+@pytest.mark.full
+def test_a_step_whose_evaluation_fails_otherwise_is_saved_too(tmp_path):
+    """As where memory is not there for the second pass."""
+    unread: Any = None
+    failed: list[int] = []
+
+    def evaluator(run):
+        def evaluate(params, key, step, **options):
+            if step == 2 and not failed:
+                failed.append(step)
+                raise MemoryError("a second pass")
+            ends = {"accuracy/low": 0.4, "accuracy/high": 0.6}
+            return Evaluation({"accuracy": 0.5, **ends}, unread, unread)
+
+        return evaluate
+
+    keys = {**EVAL, "eval.every": 2, "checkpoint.every": 50, "train.steps": 3}
+    config = small_run.config(tmp_path / "r", **keys)
+    with pytest.raises(MemoryError, match="a second pass") as raised:
+        loop.take(config, evaluator)
+    (note,) = raised.value.__notes__
+    assert note.startswith(f"the evaluation of step 2 failed; {tmp_path / 'r'} holds step 2; go on")
+    run = loop.take(config, evaluator, resume=True)
+    measured = [line["step"] for line in run.metrics if "eval/accuracy" in line]
+    assert measured == [0, 2, 3]
+
+
+@pytest.mark.full
+def test_an_evaluation_without_the_metric_of_the_best_step_is_none_of_the_best(tmp_path):
+    """As the accuracy of a format that no sample has after some step."""
+    unread: Any = None
+
+    def evaluator(run):
+        def evaluate(params, key, step, **options):
+            values = {"accuracy": 0.5, "accuracy/low": 0.4, "accuracy/high": 0.6}
+            values |= {} if step == 3 else {"format/sum/accuracy": step / 8}
+            return Evaluation(values, unread, unread)
+
+        return evaluate
+
+    keys = {**EVAL, "eval.every": 1, "checkpoint.keep_best": "eval/format/sum/accuracy"}
+    run = loop.take(small_run.config(tmp_path / "r", **{"train.steps": 3, **keys}), evaluator)
+    assert run.summary["best"] == {"step": 2, "eval/format/sum/accuracy": 0.25}
+    keys["checkpoint.keep_best"] = "eval/acuracy"
+    config = small_run.config(tmp_path / "r", **{"train.steps": 4, **keys})
+    with pytest.raises(InputError, match=r"did you mean .eval/accuracy"):
+        loop.take(config, evaluator, resume=True)
+    assert run.metrics[-1]["step"] == 3
 
 
 def test_what_is_asked_is_told_apart_by_rows_scorer_and_samples_and_not_by_the_name_of_a_file(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -11,7 +13,7 @@ import pytest
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.training.records.folder import RunFolder
-from jaxgrpo.training.records.lock import is_about_to_end
+from jaxgrpo.training.records.lock import is_about_to_end, take_lock
 from jaxgrpo.training.records.reading import read_metrics
 
 
@@ -21,6 +23,35 @@ def test_two_trainers_cannot_share_a_folder(tmp_path):
         RunFolder(tmp_path, resume=True)
     first.close()
     RunFolder(tmp_path, resume=True).close()
+
+
+def test_a_run_that_came_and_went_between_look_and_lock_is_seen(tmp_path, monkeypatch):
+    def take_late(path, name):
+        (path / "metrics.jsonl").write_text('{"step": 1}\n')
+        return take_lock(path, name)
+
+    monkeypatch.setattr("jaxgrpo.training.records.folder.take_lock", take_late)
+    with pytest.raises(InputError, match=r"not empty \(it holds metrics.jsonl\)"):
+        RunFolder(tmp_path)
+    monkeypatch.undo()
+    RunFolder(tmp_path, resume=True).close()  # the lock is free
+
+
+@pytest.mark.parametrize(
+    ("number", "problem"),
+    [
+        (errno.EAGAIN, r"in use by another trainer"),
+        (errno.EIO, r"cannot be written \(Input/output error\)"),
+        (errno.ESTALE, r"cannot be written \(Stale file handle\)"),
+    ],
+)
+def test_a_disk_that_does_not_answer_is_no_trainer(number, problem, tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(InputError, match=problem):
+        RunFolder(tmp_path)
 
 
 HOLD = """

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -257,14 +258,22 @@ def test_no_report_is_written_into_a_folder_that_took_the_place_of_the_run(book)
     assert not (folder.path / "report.html").exists()
 
 
-def test_without_tensorboard_installed_a_run_says_so_and_goes_on(tmp_path, monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)  # as if it were not installed
+@pytest.mark.parametrize(
+    ("module", "problem"),
+    [
+        ("tensorboardX", "pip install tensorboardX for them, or set"),
+        ("tensorboardX.proto.event_pb2", "tensorboardX cannot be used here (ModuleNotFoundError: "),
+    ],
+    ids=["none", "broken"],
+)
+def test_without_tensorboard_installed_a_run_says_so_and_goes_on(
+    module, problem, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed, or in part
     config = small_run.config(tmp_path / "r")
     out = io.StringIO()
     with RunFolder(config.run.dir) as folder:
         log = logbook.Logbook(*logged(config), folder, display_to(out), finished_steps=0)
         log.step(1, {"reward": 0.5})
-    assert "no TensorBoard events: pip install tensorboardX" in out.getvalue()
+    assert f"no TensorBoard events: {problem}" in out.getvalue()
     assert not os.path.exists(folder.path / "tensorboard")

@@ -324,10 +324,13 @@ def test_the_best_step_by_an_evaluation_stays_and_is_exported(tmp_path):
 
 
 @pytest.mark.full
-def test_a_best_step_by_an_unknown_metric_is_refused_before_training(tmp_path):
+@pytest.mark.parametrize("key", ["checkpoint.keep_best", "reference.reset_metric"])
+def test_a_best_step_by_an_unknown_metric_is_refused_before_training(key, tmp_path):
     changes = {
         "eval": {"data": "task:arithmetic:test", "every": 1, "prompts": 4, "samples": 4},
-        "checkpoint.keep_best": "eval/acuracy",
+        "reference.reset_patience": 2,
+        "loss.kl": {"use": "k2", "beta": 0.01},
+        key: "eval/acuracy",
     }
     with pytest.raises(InputError, match=r"did you mean .eval/accuracy"):
         loop.train(small_run.config(tmp_path / "r", **changes))

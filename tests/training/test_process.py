@@ -254,6 +254,49 @@ def test_a_users_mistake_is_one_message_and_a_crash_a_traceback(capsys):
     assert {0, 1, 2} < runtime.EXIT_CODES.keys()
 
 
+def test_within_a_run_a_pipe_that_is_read_no_more_is_an_error_and_ends_no_process():
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as own code has it that is loaded
+    try:
+        with runtime.stop_signals():
+            reader, writer = os.pipe()
+            os.close(reader)
+            with pytest.raises(BrokenPipeError):
+                os.write(writer, b"x")
+            os.close(writer)
+        assert signal.getsignal(signal.SIGPIPE) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+
+
+CLOSES = """
+import os, sys
+from jaxgrpo.data.limits import restoring_process
+from jaxgrpo.training.processes import parent
+
+sys.stdout.close()
+sys.stderr.close()
+with parent.reaching_output(1):
+    print("printed", flush=True)
+parent.write_error("told\\n")
+os.closerange(1, 3)
+with parent.reaching_output(1):
+    print("nowhere", flush=True)
+parent.write_error("nowhere\\n")
+with open(os.devnull) as file:
+    assert file.fileno() > 2
+with restoring_process():
+    os.closerange(0, 3)
+with open(os.devnull) as file:
+    assert file.fileno() > 2
+"""
+
+
+@pytest.mark.fault(17)
+def test_standard_files_that_a_reward_has_closed_are_opened_again():
+    run = subprocess.run([sys.executable, "-c", CLOSES], capture_output=True, text=True, check=True)
+    assert (run.stdout, run.stderr) == ("printed\n", "told\n")
+
+
 @pytest.mark.fault(14)
 @pytest.mark.parametrize("chain", ["from interruption", ""], ids=["cause", "context"])
 def test_ctrl_c_that_a_library_makes_another_exception_of_is_an_interruption(capsys, chain):

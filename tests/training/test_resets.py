@@ -156,8 +156,9 @@ def test_it_is_due_by_steps_by_kl_and_by_evaluations_that_stall(tmp_path):
     # What is not finite is no evaluation, neither a best one nor one without a best.
     lines = [{"eval/accuracy": a} for a in (nan, 0.1, nan, 0.2, nan, 0.1, -np.inf, np.inf, 0.2)]
     assert decide(lines, reset_patience=2) == [9]
-    with pytest.raises(InputError, match=r"reset_metric = .eval/acuracy.*did you mean"):
-        decide(lines, reset_patience=2, reset_metric="eval/acuracy")
+    # Nor is one without the metric, as the accuracy of a format that no sample has.
+    lines = [{"eval/auroc": 0.4}, {"eval/accuracy": 0.5}] + [{"eval/auroc": 0.4}] * 2
+    assert decide(lines, reset_patience=2, reset_metric="eval/auroc") == [4]
 
 
 def test_what_is_not_finite_is_never_the_best_and_does_not_stay_it():

@@ -45,6 +45,28 @@ def test_a_resumed_run_hides_what_came_after_its_checkpoint(tmp_path):
     assert [event.step for event in records(tmp_path) if event.session_log.status == 1] == [0, 4]
 
 
+def test_a_tracker_that_raises_ends_no_run(tmp_path, monkeypatch):
+    """Whatever it raises: metrics.jsonl is the record of a run."""
+
+    def fail(*_):
+        raise ValueError("no such tag")
+
+    tables = minimal_config.tables(run={"dir": "runs/x", "report": False})
+    config, out = configs.from_dict(tables), io.StringIO()
+    display = Display(9, 0, active=True)
+    display.console = Console(file=out, width=500)
+    with RunFolder(tmp_path / "r") as folder:
+        folder.write_config("")
+        with Logbook(config.run, config.tracking, "", folder, display, 0) as log:
+            for name in ("write", "close"):
+                monkeypatch.setattr(TensorBoard, name, fail)
+            for step in (1, 2):
+                log.step(step, {"reward": 0.5})
+    assert [line["step"] for line in read_metrics(tmp_path / "r")] == [1, 2]
+    assert out.getvalue().count("TensorBoard not written: no such tag") == 1
+    assert out.getvalue().count("TensorBoard not closed: no such tag") == 1
+
+
 def test_only_finite_numbers_reach_a_chart():
     metrics = {"a": 1, "b": math.inf, "c": "text", "d": None, "e": [1], "f": 0.5}
     assert numbers(metrics) == {"a": 1.0, "f": 0.5}
@@ -109,6 +131,7 @@ def test_weights_and_biases_whose_process_is_killed_ends_no_run(tmp_path):
     [
         ({"project": "p", "grup": "x"}, r"tracking\.wandb\.grup: .* did you mean 'group'"),
         ({"project": "p", "id": "x"}, r"tracking\.wandb\.id: the run gives this itself"),
+        ({"project": "p", "mode": "ofline"}, r"could not start: .*mode.*; mend what is wrong"),
     ],
 )
 def test_an_option_that_wandb_does_not_take_is_refused(tmp_path, options, message):

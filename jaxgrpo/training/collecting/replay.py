@@ -275,14 +275,20 @@ def _fit_to_config(rollout: RolloutKeys, path: Path, rollouts: Any, numbers: Row
 
 
 def refuse_other_files(
-    saved: Mapping[str, Any] | None, has_begun: bool, replay: Replay | None
+    saved: Mapping[str, Any] | None, has_begun: bool, replay: Replay | None, replayed: bool = False
 ) -> None:
     """A resumed run takes the files that it began with, or samples of its own.
 
     Args:
       saved: replay.json of the run folder; None: there is none.
       has_begun: whether the folder holds a run.
+      replayed: whether its newest checkpoint is of a replay.
     """
+    if saved is None and replayed:
+        raise InputError(
+            "the run in run.dir replays files of rollouts, and its replay.json, which names them, "
+            "is gone: put it back, or set run.dir to another folder"
+        )
     if not has_begun or (saved is None and replay is None):
         return
     if saved is None:

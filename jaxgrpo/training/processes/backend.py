@@ -31,6 +31,16 @@ def start_backend() -> str:
     return PLATFORM_NAMES.get(platform, platform)
 
 
+def devices_line() -> str:
+    """The devices that JAX computes on, in words."""
+    devices, count = jax.devices(), jax.process_count()
+    platform = PLATFORM_NAMES.get(devices[0].platform, devices[0].platform)
+    return (
+        f"{len(devices)} {platform} device{'s' * (len(devices) > 1)} ({devices[0].device_kind}) in "
+        f"{count} process{'es' * (count > 1)}"
+    )
+
+
 def check_platform(platform: str, backend: str) -> None:
     """Refuses devices of another platform, and the CPU in silence. Raises: InputError."""
     if platform not in ("auto", backend):

@@ -126,8 +126,10 @@ def print_any_text() -> None:
 def discard_output(descriptor: int) -> None:
     """From now on what is written to stdout or stderr goes nowhere."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
+    if nowhere != descriptor:  # as it is where the descriptor was closed and is the lowest
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
+    os.set_inheritable(descriptor, True)
 
 
 def say(text: str) -> None:
@@ -144,6 +146,7 @@ def reaching_output(descriptor: int) -> Iterator[None]:
     its window was closed over a run under nohup, nothing more is printed.
     Raises: BrokenPipeError where a reader has closed its end, as `head` does.
     """
+    _open_again(descriptor)
     try:
         yield
     except BrokenPipeError:
@@ -151,6 +154,32 @@ def reaching_output(descriptor: int) -> Iterator[None]:
     except OSError as error:
         if error.errno not in FULL or descriptor == 2:
             discard_output(descriptor)
+
+
+def write_error(text: str) -> None:
+    """Writes on sys.stderr, if there is one and it is read."""
+    if sys.stderr is None:  # as where a shell closes it
+        return
+    try:
+        with reaching_output(2):
+            sys.stderr.write(text)
+            sys.stderr.flush()
+    except BrokenPipeError:
+        discard_output(2)  # Python would try again at its end
+
+
+def _open_again(descriptor: int) -> None:
+    """Opens sys.stdout or sys.stderr where code that a run called, a reward for example, has closed
+    it. That leaves its descriptor open, as a rule."""
+    name = "stderr" if descriptor == 2 else "stdout"
+    if not getattr(getattr(sys, name), "closed", False):
+        return
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        discard_output(descriptor)
+    stream = os.fdopen(descriptor, "w", 1, errors="backslashreplace", closefd=False)
+    setattr(sys, name, stream)
 
 
 def keep_interrupts() -> None:

@@ -27,8 +27,8 @@ from jaxgrpo.rewards import limits
 from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.training.processes import parent, peers
 from jaxgrpo.training.processes.backend import (
-    PLATFORM_NAMES,
     check_platform,
+    devices_line,
     quiet_libtpu,
     start_backend,
 )
@@ -50,7 +50,7 @@ EXIT_CODES = {
     129: "stopped by SIGHUP (its terminal was closed), saved as after SIGTERM",
     130: "stopped by Ctrl-C (SIGINT), saved where there was something to save",
     128 + signal.SIGUSR1: "stopped by SIGUSR1 (a scheduler's warning), saved as after SIGTERM",
-    141: "what read the output has closed it, as `head` does",
+    141: "what read the output has closed it, as `head` does; a run has saved its step",
     143: "stopped by SIGTERM; saved, unless the step under way outlasted run.stop_grace",
 }
 
@@ -154,6 +154,7 @@ class _Stop:
     """The last stop signal that this process got, None so far; and how long it may wait."""
 
     number: int | None = None
+    request: int | None = None  # as a signal, where no handler of ours has heard it: `ask_to_stop`
     since = 0.0  # time.monotonic()
     listens = False  # within `stop_signals`
     grace: float = math.inf
@@ -182,16 +183,6 @@ def start(platform: str = "auto") -> str:
     _keep_compilations(os.environ, backend)
     Programs.listen()
     return f"jaxgrpo {jaxgrpo.__version__} on {devices_line()}, jax {jax.__version__}"
-
-
-def devices_line() -> str:
-    """The devices that JAX computes on, in words."""
-    devices, count = jax.devices(), jax.process_count()
-    platform = PLATFORM_NAMES.get(devices[0].platform, devices[0].platform)
-    return (
-        f"{len(devices)} {platform} device{'s' * (len(devices) > 1)} ({devices[0].device_kind}) in "
-        f"{count} process{'es' * (count > 1)}"
-    )
 
 
 def is_main() -> bool:
@@ -242,16 +233,18 @@ def stop_signals(grace: float = math.inf, after: str = "step") -> Iterator[None]
         return
     latest = f", in {grace:g} s at the latest" if grace < math.inf else ""
     text = f"\nstopping after this {after}{latest}; Ctrl-C again ends at once, without saving\n"
-    _Stop.number, _Stop.grace, _Stop.notice = None, grace, [text.encode()]
-    _Stop.listens = True
+    _Stop.number = _Stop.request = None
+    _Stop.grace, _Stop.notice, _Stop.listens = grace, [text.encode()], True
     numbers = [number for number in STOP_SIGNALS if not parent.is_nohup(number)]
     previous_handlers = {number: signal.signal(number, _on_signal) for number in numbers}
+    # Own code may have let it end the process, as scripts do that are read by `head`.
+    previous_handlers[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     parent.allow(grace)
     try:
         yield
     finally:
         # After a stop signal nothing is hung any more, and the end may take its time.
-        parent.allow(parent.GRACE if _Stop.number is None else math.inf)
+        parent.allow(math.inf if _Stop.number or _Stop.request else parent.GRACE)
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
         _Stop.listens = False
@@ -265,7 +258,7 @@ def stop_requested(step: int) -> bool:
     """
     # What has stopped a run of the main thread is nothing to a later one of another thread.
     is_heard = _Stop.listens or threading.current_thread() is threading.main_thread()
-    is_stopping = is_heard and _Stop.number is not None
+    is_stopping = is_heard and bool(_Stop.number or _Stop.request)
     if jax.process_count() == 1:
         return is_stopping
     from jax.experimental import multihost_utils
@@ -274,6 +267,16 @@ def stop_requested(step: int) -> bool:
     if steps.min() != steps.max():
         raise RuntimeError(f"the processes of this run are at different steps: {steps.tolist()}")
     return bool(stops.any())
+
+
+def ask_to_stop(number: int) -> bool:
+    """Asks the loop within `stop_signals` to stop as by a signal, whose handler need not be ours.
+
+    Returns: whether there is such a loop.
+    """
+    if _Stop.listens and _Stop.request is None:
+        _Stop.request = number
+    return _Stop.listens
 
 
 def meet() -> None:
@@ -299,9 +302,9 @@ def guard(command: Callable[[], int | None]) -> int:
     except StopRequested as stopped:
         parent.forget_echo()  # all is saved: Ctrl-C again need not break the end of Python
         text, failed = f"{stopped}\n", False
-        code = 128 + (_Stop.number or signal.SIGTERM)
+        code = 128 + (_Stop.number or _Stop.request or signal.SIGTERM)
     except (InputError, RunEnded) as error:
-        text = f"error: {error}\n"
+        text = "\n".join([f"error: {error}", *getattr(error, "__notes__", ())]) + "\n"
         code = error.code if isinstance(error, RunEnded) else 2
     except KeyboardInterrupt:
         parent.forget_echo()
@@ -322,15 +325,14 @@ def guard(command: Callable[[], int | None]) -> int:
     several = jax.distributed.is_initialized()
     if several and failed:
         peers.fail(code, text, raised)
-    if sys.stderr is not None:  # as where a shell closes it
-        with parent.reaching_output(2):
-            sys.stderr.write(text)
+    parent.write_error(text)
     peers.leave()
     if limits.has_left_threads() and several and not failed:
         jax.distributed.shutdown()
     if limits.has_left_threads() or (several and failed):
         for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()
+            with contextlib.suppress(OSError, ValueError):  # it is read no more, or was closed
+                stream.flush()
         parent.finished()
         os._exit(code)
     return code

@@ -16,7 +16,7 @@ import jax
 from safetensors import SafetensorError
 
 import jaxgrpo
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, one_line
 from jaxgrpo.core.types import Learner, Stream
 from jaxgrpo.data import storage
 from jaxgrpo.data.storage import Place
@@ -213,24 +213,38 @@ class Keeper:
 
     @contextlib.contextmanager
     def saving(self, number: int, before: tuple[Learner, Stream] | None = None) -> Iterator[None]:
-        """Saves what was before step `number`, where a reward fails within; None: nothing.
+        """Saves what was before step `number`, where a reward fails within, or, in a run of one
+        process, something else, as own code that chooses prompts, or memory that is not there for
+        longer samples; None: nothing.
 
         Raises: process.RewardFailed instead of RewardError; in step 1 the reward is wrong input.
+          Other errors as they are, with a note that says what is saved.
         """
         try:
             yield
         except RewardError as error:
             if number < 2:
                 raise
-            refuse = functools.partial(self.refuse_moved, number)
-            last = [] if before is None else [functools.partial(self._save, number - 1, *before)]
-            if jax.process_count() == 1:  # the save before may have failed, and this one may not
-                _first_error(self.checkpoints.wait)
-            unsaved = _first_error(refuse, *last, self.checkpoints.wait)
-            saved_line = self.saved_line()
-            if unsaved:
-                saved_line = f"{describe(unsaved)}; {saved_line}"
-            raise self.reward_failed(number, error, saved_line) from error
+            raise self.reward_failed(number, error, self._save_before(number, before)) from error
+        except Exception as error:
+            if number > 1 and before is not None and jax.process_count() == 1:
+                try:
+                    saved_line = self._save_before(number, before)
+                except Exception as unsaved:  # a device may compute no more
+                    saved_line = f"{one_line(unsaved)}; {self.saved_line()}"
+                command = self.resume_command()
+                error.add_note(f"the run ended in step {number}; {saved_line}; go on: {command}")
+            raise
+
+    def _save_before(self, number: int, before: tuple[Learner, Stream] | None) -> str:
+        """Saves what was before a step in which something has failed, and says what is saved."""
+        refuse = functools.partial(self.refuse_moved, number)
+        last = [] if before is None else [functools.partial(self._save, number - 1, *before)]
+        if jax.process_count() == 1:  # the save before may have failed, and this one may not
+            _first_error(self.checkpoints.wait)
+        unsaved = _first_error(refuse, *last, self.checkpoints.wait)
+        line = self.saved_line()
+        return f"{describe(unsaved)}; {line}" if unsaved else line
 
     def reward_failed(
         self, number: int, error: RewardError, saved_line: str
@@ -256,14 +270,15 @@ class Keeper:
         if problem is None:
             return
         _first_error(self.checkpoints.wait)
-        checkpoint = max(
-            (step for step in self.checkpoints.steps() if step <= last_good_step), default=None
-        )
         where = "no checkpoint is from before"
-        if checkpoint is not None:
+        try:
+            steps = [step for step in self.checkpoints.steps() if step <= last_good_step]
+        except OSError as error:
+            steps, where = [], f"its checkpoints cannot be read ({describe(error)})"
+        if steps:
             where = (
-                f"the last good checkpoint is of step {checkpoint}, `jaxgrpo export "
-                f"{shlex.quote(str(self.folder.place))} OUT --step {checkpoint}` writes its model"
+                f"the last good checkpoint is of step {steps[-1]}, `jaxgrpo export "
+                f"{shlex.quote(str(self.folder.place))} OUT --step {steps[-1]}` writes its model"
             )
         raise process.Diverged(
             f"{self.folder.place}: step {number}: {problem}; {where}; begin a new run with a lower "

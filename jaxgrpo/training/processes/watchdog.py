@@ -7,6 +7,7 @@ several processes run, each has a watchdog, and the first that ends tells the ot
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import select
@@ -61,7 +62,7 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         os.set_blocking(self._rope, False)
         self._hook, threading.excepthook = threading.excepthook, _say_in_a_line
-        if threading.current_thread() is threading.main_thread():
+        if _is_main_thread():
             # Written when a signal arrives, even if the main thread runs no Python.
             self._old_descriptor = signal.set_wakeup_fd(self._rope, warn_on_full_buffer=False)
             if parent.is_child():  # Ctrl-Z stops both at once, and this one before it is ready
@@ -87,6 +88,10 @@ class Watchdog:
     def phase(self, name: str) -> None:
         """The run begins to do this: progress."""
         self._phase = name, time.monotonic()
+        if self._old_descriptor is not None and _is_main_thread():
+            with contextlib.suppress(OSError, ValueError):  # it was closed, which `_watch` says
+                # An event loop of code that the run called may have taken it, and not given back.
+                signal.set_wakeup_fd(self._rope, warn_on_full_buffer=False)
 
     def _watch(self) -> None:
         try:
@@ -122,6 +127,7 @@ class Watchdog:
         if self._stop_request is None:
             self._stop_request, self._stop_time = (number, now + self._grace), now
             process.announce_stop()
+            process.ask_to_stop(number)  # the handler may be another one's, which stops nothing
         elif limits.in_session():  # the handler raises KeyboardInterrupt
             return
         elif number == signal.SIGINT and now - self._stop_time > parent.ECHO:
@@ -162,6 +168,10 @@ class Watchdog:
             peers.fail(code, text)
         finally:
             os._exit(code)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _say_in_a_line(crash: threading.ExceptHookArgs) -> None:

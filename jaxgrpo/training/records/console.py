@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import json
+import signal
 import textwrap
 import threading
 import time
@@ -99,19 +100,21 @@ class Display:
 
     def say(self, text: str | Text) -> None:
         self._last_line = self._clock()
-        with parent.reaching_output(1):
+        with parent.reaching_output(1), _stopping_unread():
             # It may hold what a model wrote. A log breaks no line between a name and its number.
             self.console.print(text, markup=False, soft_wrap=True)
 
     @contextlib.contextmanager
     def showing_bar(self) -> Iterator[None]:
         """The bar is shown within it."""
+        parent.print_any_text()  # a program that calls jaxgrpo.train has not done so
         with parent.reaching_output(1):
             self.bar.start()
         try:
             yield
         finally:
-            with parent.reaching_output(1):
+            # It prints the end of a line. Where that is not read, what ends the run says more.
+            with parent.reaching_output(1), contextlib.suppress(SystemExit, BrokenPipeError):
                 self.bar.stop()
 
     def under_way(self, phase: str, seconds: float) -> None:
@@ -131,7 +134,9 @@ class Display:
             number = process.Programs.compiled() - self._compiled
             self._compiled += number
             now = f"; {process.compiling_line(number)}" if number else ""
-            self.say(f"{phase}: for {seconds:.0f} s now{now}")
+            # Of Rich, or of a pipe: the thread that watches must not end by it.
+            with contextlib.suppress(SystemExit, BrokenPipeError):
+                self.say(f"{phase}: for {seconds:.0f} s now{now}")
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         low, high = metrics["accuracy/low"], metrics["accuracy/high"]
@@ -147,6 +152,21 @@ class Display:
             f"time {metrics['time/step']:.1f}s"
         )
         self.bar.update(self._task, completed=step)
+
+
+@contextlib.contextmanager
+def _stopping_unread() -> Iterator[None]:
+    """Where what is printed is read no more, as behind `head`, a run is asked to stop, so that its
+    step is saved; a command without steps ends by it. Nothing more is printed then."""
+    try:
+        yield
+    except (BrokenPipeError, SystemExit) as ending:
+        by_rich = isinstance(ending.__context__, BrokenPipeError)  # not before Rich 13.8
+        is_unread = by_rich or isinstance(ending, BrokenPipeError)
+        if not (is_unread and process.ask_to_stop(signal.SIGPIPE)):
+            raise
+        if not by_rich:
+            parent.discard_output(1)
 
 
 @contextlib.contextmanager

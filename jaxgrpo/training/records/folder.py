@@ -12,6 +12,7 @@ The first two lines are the same bytes for the same run, apart from the metrics 
 from __future__ import annotations
 
 import abc
+import contextlib
 import errno
 import json
 import logging
@@ -170,6 +171,7 @@ class RunFolder(Closing):
         self._unwritten_lines = b""  # lines of metrics that the disk did not take
         self._unwritten_files = Unwritten(self._write)
         self._size: int | None = None  # of metrics.jsonl, as this start has left it
+        self._torn_at: int | None = None  # where a part of a line begins that the disk still has
         self.checkpoints: Place = self.place / "checkpoints"
         self._lock: int | None = None  # file descriptor
         self._writes = jax.process_index() == 0
@@ -186,6 +188,8 @@ class RunFolder(Closing):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = take_lock(self.path, self.place)
             _LOCKED.add(self)
+            if not resume:  # another trainer may have had it between the look and the lock
+                refuse_unusable(self.place)
             _refuse_other_kinds(self.path)
             if storage.is_url(self.place):
                 self._mirror = mirror.Mirror(os.fspath(self.place), self.path)
@@ -364,6 +368,7 @@ class RunFolder(Closing):
             return
         self._refuse_moved()
         file = self.path / "metrics.jsonl"
+        self._take_off_part(file)
         size = file.stat().st_size if file.exists() else 0
         if self._size not in (None, size):
             logger.warning(
@@ -375,11 +380,18 @@ class RunFolder(Closing):
             with open(file, "ab", opener=storage.open_file) as end:
                 end.write(self._unwritten_lines)
         except OSError as error:
-            if file.exists():
-                os.truncate(file, size)  # the next line must not continue half a line
+            self._torn_at = size
+            with contextlib.suppress(OSError):  # since a fault of the disk it may be read-only
+                self._take_off_part(file)
             raise OSError(error.errno, f"{file} could not be written: {error.strerror}") from error
         self._size = size + len(self._unwritten_lines)
         self._unwritten_lines = b""
+
+    def _take_off_part(self, file: Path) -> None:
+        """Cuts the metrics where a line ended in the middle, which the next must not continue."""
+        if self._torn_at is not None and file.exists() and file.stat().st_size > self._torn_at:
+            os.truncate(file, self._torn_at)
+        self._torn_at = None
 
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes samples/step_N.jsonl as `Unwritten.write`, keys in the order of SAMPLE_KEYS.

@@ -32,6 +32,7 @@ VISIBLE = 60.0
 """Seconds in which other hosts have to see what the holder has written: a mounted file system may
 remember for some time what was not there."""
 PF_EXITING = 0x4  # of Linux' flags of a process
+BUSY = (errno.EWOULDBLOCK, errno.EACCES)  # how a file system says that another one has it
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 """How a file system says that it has none, as Lustre without the option flock, or some of NFS."""
 
@@ -125,11 +126,14 @@ def _sees(place: Place, folder: Path, holder: str) -> bool:
 
 
 def _try_lock(lock: int) -> bool:
+    """Whether the lock is taken now. Raises: OSError where the disk does not answer."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in NO_LOCKS:
+        if error.errno in BUSY:
             return False
+        if error.errno not in NO_LOCKS:
+            raise
         logger.warning(
             "run.dir is on a file system without locks (%s): see to it that no second trainer "
             "uses the same folder",

@@ -7,6 +7,7 @@ metrics.jsonl holds; that file stays the record of the run.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import time
@@ -83,7 +84,8 @@ class Logbook(Closing):
             self._report.write(STOPPED)
         for tracker in self._trackers:
             try:
-                tracker.close()
+                with _failing_as_os_error():
+                    tracker.close()
             except OSError as error:
                 name = type(tracker).__name__
                 self._display.say(f"{name} not closed: {error}; metrics.jsonl has all numbers")
@@ -124,9 +126,12 @@ class Logbook(Closing):
             self._write_trackers(number, values)
 
     def _write_trackers(self, number: int, values: Mapping[str, float]) -> None:
+        def write(tracker: Tracker) -> None:
+            with _failing_as_os_error():
+                tracker.write(number, values)
+
         for tracker in self._trackers:
-            name = type(tracker).__name__
-            self._attempt(name, number, lambda tracker=tracker: tracker.write(number, values))
+            self._attempt(type(tracker).__name__, number, functools.partial(write, tracker))
 
     def samples(
         self, number: int, rows: Iterable[Mapping[str, Any]], weights: Mapping[str, float]
@@ -178,12 +183,19 @@ class Logbook(Closing):
             self._display.console.print(
                 f"Weights & Biases: {page.place}", markup=False, soft_wrap=True
             )
+        problem = "pip install tensorboardX for them"
         if tracking.tensorboard and installed("tensorboardX"):
-            trackers.append(TensorBoard(path, finished_steps))
-        elif tracking.tensorboard:
+            try:
+                return [*trackers, TensorBoard(path, finished_steps)]
+            except Exception as error:
+                if isinstance(error, OSError) and error.filename:  # a file of the run
+                    raise
+                # As of another protobuf, or of a system without semaphores.
+                reason = f"{type(error).__name__}: {one_line(error)}"
+                problem = f"tensorboardX cannot be used here ({reason}): mend that"
+        if tracking.tensorboard:
             self._display.say(
-                "no TensorBoard events: pip install tensorboardX for them, or set "
-                "tracking.tensorboard = false"
+                f"no TensorBoard events: {problem}, or set tracking.tensorboard = false"
             )
         return trackers
 
@@ -321,10 +333,10 @@ class WandB:
                 resume="allow",
                 settings=quiet,
             )
-        except wandb.Error as error:
+        except Exception as error:  # of a wrong value pydantic's, which is none of wandb's
             raise InputError(
-                f"tracking.wandb could not start: {error}; `wandb login` once, set "
-                'tracking.wandb.mode = "offline", or take tracking.wandb out'
+                f"tracking.wandb could not start: {one_line(error)}; mend what is wrong there, "
+                '`wandb login` once, set tracking.wandb.mode = "offline", or take it out'
             ) from error
         self._run.define_metric("*", step_metric="step")
         place = f"wandb sync {Path(self._run.dir).parent}" if self._run.offline else self._run.url
@@ -350,9 +362,11 @@ class WandB:
 
 @contextlib.contextmanager
 def _failing_as_os_error() -> Iterator[None]:
-    """What wandb raises, of a dozen kinds, becomes an OSError."""
+    """What a tracker raises, wandb of a dozen kinds, becomes an OSError."""
     try:
         yield
+    except OSError:
+        raise
     except Exception as error:
         raise OSError(one_line(error) or type(error).__name__) from error
 
