@@ -6,9 +6,10 @@ import argparse
 import difflib
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jaxgrpo
 from jaxgrpo.cli.commands import COMMANDS, JOIN, JOINING, list_flags
@@ -122,7 +123,22 @@ class _CommandParser(argparse.ArgumentParser):
     """The parser of a command. It refuses itself what it does not know: with the usage of this
     command and advice, where the parser of all commands would show its own."""
 
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        # argparse itself takes "-1" for a value, and "-1,0" or "-1e-3" for unknown options.
+        self._negative_number_matcher = re.compile(r"-\.?\d")
+        self._words: list[str] = []
+
+    def error(self, message: str) -> NoReturn:
+        greedy = [action.option_strings for action in self._actions if action.nargs == "+"]
+        flag = next((word for word in self._words if [word] in greedy), None)
+        missing = message.rpartition(": ")[2]
+        if flag and "arguments are required" in message and not missing.startswith("-"):
+            message += f": {flag} takes all words up to the next option; write {missing} before it"
+        super().error(message)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = [*(args or ())]
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             advice = _advice(list_flags(self.prog.rpartition(" ")[2]), unknown)

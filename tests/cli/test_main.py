@@ -15,7 +15,7 @@ import quickstarts
 import jaxgrpo
 from jaxgrpo.cli import make_base
 from jaxgrpo.cli.commands import COMMANDS
-from jaxgrpo.cli.main import main
+from jaxgrpo.cli.main import _parser, main
 from jaxgrpo.training.processes.process import EXIT_CODES
 
 
@@ -53,6 +53,8 @@ def test_set_may_be_given_again(capsys):
         (["trian"], "error: unknown command 'trian': did you mean 'train'? Known: advantages, "),
         (["eval", "m", "--samples", "e.jsonl"], "to write answers to a file: --answers FILE"),
         (["train"], "required: CONFIG"),
+        (["train", "--set", "a.b=1", "quickstart"], "--set takes all words up to the next option; wr"),
+        (["rescore", "--rewards", "math", "r"], "required: RUN: --rewards takes all words up to"),
         (["train", "quickstart", "--resume", "never"], "invalid choice: 'never'"),
         (["train", "quickstart", "--resum-e", "auto"], "--resum-e auto: did you mean --resume? "),
         (["train", "quickstart", "--lr", "1e-4"], "--lr 1e-4: Keys of the config follow --set, "),
@@ -69,6 +71,18 @@ def test_set_may_be_given_again(capsys):
 def test_a_wrong_command_line_ends_with_2_and_says_why(argv, message, capsys):
     assert main(argv) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["advantages", "grpo", "--rewards", "-1,0", "-.5,-1e-3"], "rewards", ["-1,0", "-.5,-1e-3"]),
+        (["losses", "clip", "--advantage", "-1,1"], "advantages", "-1,1"),
+        (["serve", "m", "--temperature", "-1e-3"], "temperature", -1e-3),
+    ],
+)
+def test_a_value_may_begin_with_a_minus_sign(words, name, value):
+    assert vars(_parser().parse_args(words))[name] == value
 
 
 def test_help_lists_the_commands_and_version_is_the_packages(capsys):
