@@ -8,6 +8,7 @@ there.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 Argument = tuple[list[str], dict[str, Any]]
@@ -30,10 +31,10 @@ def several(flag: str, metavar: str, text: str, **more: Any) -> Argument:
     return argument(flag, metavar, text, nargs="+", action="extend", **more)
 
 
-def samples(default: str) -> Argument:
+def samples(default: str, read: Callable[[str], int] = int) -> Argument:
     """How many per prompt: one option in every command. --num-samples is its older name."""
     flags = "-n --samples --num-samples"
-    return argument(flags, "N", f"per prompt, {default}", type=_count, dest="samples")
+    return argument(flags, "N", f"per prompt, {default}", type=read, dest="samples")
 
 
 def prompts(default: str) -> Argument:
@@ -42,10 +43,11 @@ def prompts(default: str) -> Argument:
 
 
 def _count(text: str) -> int:
+    """Of `eval`, whose answers are samples too."""
     try:
         return int(text)
     except ValueError:
-        problem = f"{text!r} is no number; to write answers to a file: --answers FILE"
+        problem = f"{text!r} is no whole number; to write answers to a file: --answers FILE"
         raise argparse.ArgumentTypeError(problem) from None
 
 
@@ -191,7 +193,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         TARGET,
         argument("--data", None, "as data.path; of a run: its eval.data by default"),
         argument("--scorer", None, "a reward that judges success; else that of the run or config"),
-        samples("by default eval.samples of the run or config, 16 of a model folder"),
+        samples("by default eval.samples of the run or config, 16 of a model folder", _count),
         prompts("by default eval.prompts of the run or config, else all"),
         argument("--base", "MODEL", "measure the KL to this model; of a run: as eval.kl_to_base"),
         argument(

@@ -52,6 +52,7 @@ def test_set_may_be_given_again(capsys):
         ([], "required: COMMAND"),
         (["trian"], "error: unknown command 'trian': did you mean 'train'? Known: advantages, "),
         (["eval", "m", "--samples", "e.jsonl"], "to write answers to a file: --answers FILE"),
+        (["probe", "m", "-n", "many"], "-n/--samples/--num-samples: invalid int value: 'many'\n"),
         (["train"], "required: CONFIG"),
         (["train", "--set", "a.b=1", "quickstart"], "--set takes all words up to the next option; wr"),
         (["rescore", "--rewards", "math", "r"], "required: RUN: --rewards takes all words up to"),
