@@ -251,9 +251,11 @@ def differing_names(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[s
 
 
 def find(kind: str, name: Any, table: Mapping[str, T]) -> T:
-    """The entry of a table. Raises: InputError naming the nearest entry."""
+    """The entry of a table. Raises: InputError with the nearest, or how own code is named."""
     if not isinstance(name, str) or name not in table:
-        raise InputError(f"unknown {kind} {name!r}: {suggest(name, table)}")
+        is_file = str(name).endswith(".py")
+        hint = f"name its function too, as {name}:my_function" if is_file else suggest(name, table)
+        raise InputError(f"unknown {kind} {name!r}: {hint}")
     return table[name]
 
 

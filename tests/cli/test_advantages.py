@@ -209,7 +209,7 @@ def test_everything_that_is_needed_is_named_with_how_to_give_it(capsys, user_fil
             ["mask_truncated", "--rewards", "1,0", "--field", "truncated=1,0,0"],
             "--field truncated has shape (1, 3), expected [1, 2]",
         ),
-        (["to_tokens", "--rewards", "1,0", "--lengths", "3,nan"], "--lengths nan: expected numbers"),
+        (["to_tokens", "--rewards", "1,0", "--lengths", "3,nan"], "--lengths nan: expected number"),
         (["to_tokens", "--rewards", "1,0", "--lengths", "1e12,1"], "--lengths 1e+12: expected num"),
         (["to_tokens", "--rewards", "1,0", "--lengths", "2.5,1"], "of tokens, 0 to 10000"),
         (["to_tokens", "--rewards", "1,0", "--lengths=-1,1"], "--lengths -1: expected numbers of"),

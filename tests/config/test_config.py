@@ -81,6 +81,8 @@ def test_nothing_changes_a_config():
         ("rewards.0.weigth=1", "rewards[0].weigth: unknown key; did you mean weight?"),
         ("rewards.0.use=arithmetics", "rewards[0]: unknown reward 'arithmetics': did you"),
         ("rewards.0.scale=2", "rewards[0]: rewards.arithmetic: no option 'scale'"),
+        ("rewards.0.use=mine.py", "unknown reward 'mine.py': name its function too, as mine.py:"),
+        ("recipe=mine.py", "recipe: unknown recipe 'mine.py': name its function too, as mine.py:"),
         ("rewards.0.use=mine.py:f", "rewards[0]: there is no file"),
         ('advantage=["sign"]', 'advantage = ["sign"]: expected a list of tables'),
         ('advantage=[{use="sing"}]', "advantage[0]: unknown part 'sing': did you mean 'sign'?"),
