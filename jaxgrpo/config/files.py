@@ -80,10 +80,13 @@ def read_tables(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Path]:
         file = source / "config.toml"
         remedy = f"the config of the run in it is {file}" if file.is_file() else "give a TOML file"
         raise ConfigError(str(source), [f"is a folder; {remedy}"])
-    elif source.suffix or len(source.parts) > 1:
-        raise ConfigError(str(source), ["there is no such file"])
-    elif source.name not in configs:
-        raise ConfigError(str(source), [f"no shipped config: {suggest(source.name, configs)}"])
+    elif source.suffix or len(source.parts) > 1 or source.name not in configs:
+        is_path, near = source.suffix or len(source.parts) > 1, source.with_suffix(".toml")
+        problem = "there is no such file" if is_path else "no shipped config: "
+        hint = "" if is_path else suggest(source.name, configs)
+        if near.is_file():
+            problem, hint = "there is no such file; ", f"did you mean {near}?"
+        raise ConfigError(str(source), [problem + hint])
     else:
         source = configs[source.name]
     try:

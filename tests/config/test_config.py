@@ -466,6 +466,9 @@ def test_a_file_that_is_not_there_or_not_toml_is_said(tmp_path):
         files.load(tmp_path / "bad.toml")
     with pytest.raises(ConfigError, match="did you mean 'quickstart'"):
         files.load("quickstrat")
+    for name in ("bad", "bad.tml"):
+        with pytest.raises(ConfigError, match=r"no such file; did you mean .*bad\.toml\?"):
+            files.load(tmp_path / name)
     with pytest.raises(ConfigError, match="is a folder; give a TOML file"):
         files.load(tmp_path)
     (tmp_path / "config.toml").touch()
