@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import itertools
 import json
 import math
 import sys
@@ -85,6 +86,15 @@ TRL = {
     "fsdp": "mesh.fsdp",
 }
 """What TRL and transformers call keys -> what to write: the key, perhaps with a value."""
+
+ARGUMENTS = {
+    "rewards": "rewards=[...]",
+    "recipe": "advantage=chain(...)",
+    "advantage": "advantage=chain(...)",
+    "tools": "tools=[...]",
+    "environment": "environment_factory=...",
+}
+"""Keys of a config -> the arguments of `jaxgrpo.train` that take Python objects in their place."""
 
 Values = dict[str, Any]
 """Values that are right by themselves, under their full names: {"rollout.group_size": 8, ...}."""
@@ -181,14 +191,30 @@ def _read_environment(value: Any, values: Values) -> Iterator[str]:
             where = f"environment.{name}" if name else "environment"
             yield (
                 f'{where} = {show(entry)}: expected a class, "mine.py:Env", or several by name, '
-                '{ game = "mine.py:Game" }'
+                f'{{ game = "mine.py:Game" }}{_python_hint(where, entry)}'
             )
     values["environment"] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _python_hint(where: str, value: Any) -> str:
+    """What to do with objects of Python that stand in a config; "" where there are none."""
+    entries = value if isinstance(value, (list, tuple)) else [value]
+    parts = [[*entry.values()] if isinstance(entry, Mapping) else [entry] for entry in entries]
+    name = where.replace(".", "[").partition("[")[0]
+    if name not in ARGUMENTS or not any(map(callable, itertools.chain(*parts))):
+        return ""
+    return f"; objects of Python are given beside the config, train(config, {ARGUMENTS[name]})"
 
 
 def _rename_tables(tables: dict[str, Any]) -> Iterator[str]:
     """Reports unknown tables, and gives a misspelt one the name that was meant as well."""
     for name in [name for name in tables if name not in HINTS]:
+        if name in KEYS:  # a name in quotes, or from Python
+            table, _, key = name.partition(".")
+            yield f"{name}: unknown key; write it without quotes, or as {table} = {{ {key} = ... }}"
+            if isinstance(entries := tables.get(table, {}), Mapping):
+                tables[table] = {key: tables[name], **entries}
+            continue
         near = difflib.get_close_matches(name, HINTS, n=1)
         homes = near or [key for key in KEYS if key.endswith(f".{name}")]
         homes = [TRL[name]] if name in TRL else homes
@@ -211,7 +237,8 @@ def _read_value(where: str, value: Any, hint: Any, limits: Range, values: Values
     elif kind is Mapping and isinstance(value, Mapping):
         values[where] = dict(value)
     elif type(value) is not kind:
-        yield f"{where} = {show(value)}: expected {KINDS[kind].format(holds=limits.holds)}"
+        expected = KINDS[kind].format(holds=limits.holds)
+        yield f"{where} = {show(value)}: expected {expected}{_python_hint(where, value)}"
     elif kind is float and not math.isfinite(value):
         yield f"{where} = {value}: expected a finite number"
     elif kind is dict:
@@ -230,7 +257,7 @@ def _read_texts(where: str, value: Any, limits: Range, values: Values) -> Iterat
         isinstance(text, str) and text for text in value
     )
     if not are_texts:
-        yield f"{where} = {show(value)}: expected {KINDS[tuple]}"
+        yield f"{where} = {show(value)}: expected {KINDS[tuple]}{_python_hint(where, value)}"
     elif limits.choices and (odd := [text for text in value if text not in limits.choices]):
         yield f"{where} = {show(value)}: {show(odd[0])} is not {limits}"
     else:
@@ -242,7 +269,8 @@ def _read_part(where: str, value: Part, values: Values, holds: str = "use") -> I
         lacks = "names no part" if holds == "use" else f"has no {holds}"
         yield f'{where} = {show(value)}: {lacks}; add {holds} = "..."'
     elif not isinstance(value[holds], str) or not value[holds]:
-        yield f"{where}.{holds} = {show(value[holds])}: expected {KINDS[str]}"
+        hint = _python_hint(where, value[holds])
+        yield f"{where}.{holds} = {show(value[holds])}: expected {KINDS[str]}{hint}"
     else:
         values[where] = dict(value)
 
@@ -269,7 +297,7 @@ def _read_list(
     )
     if not are_tables or not entries:
         expected = f'a list of tables, {where} = [{{ {holds} = "..." }}]'
-        yield f"{where} = {show(entries)}: expected {expected}"
+        yield f"{where} = {show(entries)}: expected {expected}{_python_hint(where, entries)}"
         return
     named_entries = {f"{where}[{index}]": entry for index, entry in enumerate(entries)}
     for name, entry in named_entries.items():

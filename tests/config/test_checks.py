@@ -10,7 +10,7 @@ import pytest
 from minimal_config import MINIMAL, keys, problems, read
 
 from jaxgrpo.config import files
-from jaxgrpo.core.errors import InputError, find
+from jaxgrpo.core.errors import ConfigError, InputError, find
 
 
 @pytest.mark.parametrize(
@@ -349,3 +349,13 @@ def test_messages_name_keys_that_exist(repository):
         }
     assert len(mentioned) > 40
     assert mentioned - names == set()
+
+
+def test_the_full_name_of_a_key_in_quotes_is_told_its_table():
+    raw = tomllib.loads(MINIMAL.replace("[model]\npath", '"train.seed" = 3\n"model.path"'))
+    with pytest.raises(ConfigError) as caught:
+        files.from_dict(raw)
+    assert caught.value.problems == (
+        "train.seed: unknown key; write it without quotes, or as train = { seed = ... }",
+        "model.path: unknown key; write it without quotes, or as model = { path = ... }",
+    )
