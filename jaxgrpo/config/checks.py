@@ -483,12 +483,13 @@ def _optimizer(values: Values) -> Iterator[str]:
     if any(f"optimizer.{name}" not in values for name in names):
         return
     settings: Any = {name: values[f"optimizer.{name}"] for name in names}
-    for name in settings["options"]:
-        near = _misspelt(name, keys.OptimizerKeys)
-        if likely_key := TRL.get(name) or (near and f"optimizer.{near}"):
-            yield f"optimizer.{name}: unknown key; did you mean {likely_key}?"
-            return
     try:
         make_optimizer({}, updates=values.get("train.steps", 1), **settings)
     except (ValueError, TypeError) as error:
-        yield str(error)
+        where, _, problem = str(error).partition(": ")
+        name = where.removeprefix("optimizer.")
+        near = _misspelt(name, keys.OptimizerKeys)
+        likely_key = TRL.get(name) or (near and f"optimizer.{near}")
+        # Only then: muon has an option of its own that TRL has too, `beta`.
+        is_unknown = likely_key and "has no such option" in problem
+        yield f"{where}: unknown key; did you mean {likely_key}?" if is_unknown else str(error)

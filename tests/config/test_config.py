@@ -338,6 +338,8 @@ def test_an_object_from_python_of_another_kind_is_refused_with_what_to_write(obj
 
 def test_other_keys_of_the_optimizer_are_options_of_the_factory():
     assert read("optimizer.b2=0.95").optimizer.options == {"b2": 0.95}
+    muon = read("optimizer.use=muon", "optimizer.beta=0.9").optimizer  # a name of TRL's too
+    assert muon.options == {"beta": 0.9}
 
 
 def test_paths_begin_at_the_folder_of_the_file_and_those_of_overrides_here(tmp_path, monkeypatch):
