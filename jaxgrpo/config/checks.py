@@ -351,10 +351,10 @@ def _rewards(values: Values, parts: BuiltParts) -> Iterator[str]:
 def _misspelt(option: str, table: Any) -> str | None:
     """The key of a table that an option was meant to be.
 
-    As long, with some letters changed; of several words, and almost the same.
+    As long, with some letters behind the first changed; of several words, and almost the same.
     """
     names = [name for name in table.__dataclass_fields__ if name != "flip"]  # "clip" is likelier
-    same_length = [name for name in names if len(name) == len(option)]
+    same_length = [n for n in names if (len(n), n[0]) == (len(option), option[:1])]
     matches = difflib.get_close_matches(option, same_length, n=1, cutoff=0.75)
     words = [name for name in names if "_" in name]
     matches += difflib.get_close_matches(option, words, n=1, cutoff=0.85)

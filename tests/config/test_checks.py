@@ -359,3 +359,10 @@ def test_the_full_name_of_a_key_in_quotes_is_told_its_table():
         "train.seed: unknown key; write it without quotes, or as train = { seed = ... }",
         "model.path: unknown key; write it without quotes, or as model = { path = ... }",
     )
+
+
+def test_an_option_of_an_own_reward_may_be_called_almost_as_a_key():
+    config = read('rewards=[{use="mine:score", height=2, game="go"}]')
+    assert config.rewards[0].options == {"height": 2, "game": "go"}
+    (problem,) = problems('rewards=[{use="mine:score", wieght=2}]')
+    assert problem == "rewards[0].wieght: unknown key; did you mean weight?"
