@@ -491,5 +491,5 @@ def _optimizer(values: Values) -> Iterator[str]:
         near = _misspelt(name, keys.OptimizerKeys)
         likely_key = TRL.get(name) or (near and f"optimizer.{near}")
         # Only then: muon has an option of its own that TRL has too, `beta`.
-        is_unknown = likely_key and "has no such option" in problem
+        is_unknown = likely_key not in (None, where) and "has no such option" in problem
         yield f"{where}: unknown key; did you mean {likely_key}?" if is_unknown else str(error)

@@ -29,6 +29,7 @@ from jaxgrpo.config.keys import (
 from jaxgrpo.config.ranges import KINDS, LARGEST, Range, expected_value, kind_for
 from jaxgrpo.core.errors import without_passwords
 
+_ADAPTIVE = 'loss.entropy = { use = "adaptive", target = ... }'
 TRL = {
     "num_generations": "rollout.group_size",
     "max_prompt_length": "rollout.max_prompt_tokens",
@@ -53,14 +54,14 @@ TRL = {
     "scale_rewards": 'recipe = { use = "like_trl", scale_rewards = ... }',
     "multi_objective_aggregation": 'recipe = { use = "like_trl" } with this option',
     "mask_truncated_completions": 'advantage, with the part { use = "mask_truncated" }',
-    "reward_funcs": 'rewards = [{ use = "..." }]',
+    "reward_funcs": 'rewards = [{ use = "..." }] or, from Python, rewards=[...]',
     "reward_weights": 'rewards = [{ use = "...", weight = ... }]',
     "model_name_or_path": "model.path",
     "model_init_kwargs": "model.dtype",
     "bf16": 'model.dtype = "bfloat16"',
     "cast_lm_head_to_fp32": "model.float32_head",
     "dataset_name": "data.path",
-    "train_dataset": "data.path",
+    "train_dataset": "data.path or, from Python, dataset=rows",
     "eval_dataset": "eval.data",
     "num_generations_eval": "eval.samples",
     "eval_steps": "eval.every",
@@ -84,6 +85,33 @@ TRL = {
     "use_cpu": 'mesh.platform = "cpu"',
     "deepspeed": "mesh.fsdp",
     "fsdp": "mesh.fsdp",
+    "steps_per_generation": "train.minibatches",
+    "use_transformers_continuous_batching": "rollout.slots",
+    "max_tool_calling_iterations": "rollout.max_turns",
+    "vllm_tensor_parallel_size": "mesh.sampling_tensor",
+    "vllm_importance_sampling_mode": "loss.mismatch",
+    "vllm_importance_sampling_clip_max": "loss.mismatch",
+    "vllm_importance_sampling_clip_min": "loss.mismatch",
+    "use_bias_correction_kl": 'loss.kl = { use = "reverse_kl_off_policy", beta = ... }',
+    "top_entropy_quantile": 'advantage, with the part { use = "keep_top_entropy", share = ... }',
+    "use_adaptive_entropy": _ADAPTIVE,
+    "entropy_coef_min": _ADAPTIVE,
+    "entropy_coef_max": _ADAPTIVE,
+    "entropy_coef_delta": _ADAPTIVE,
+    "entropy_target": _ADAPTIVE,
+    "off_policy_mask_threshold": 'loss.surrogate = { use = "off_policy_mask", threshold = ... }',
+    "sapo_temperature_neg": 'loss.surrogate = { use = "sapo", tau_negative = ... }',
+    "sapo_temperature_pos": 'loss.surrogate = { use = "sapo", tau_positive = ... }',
+    "vespo_k_pos": 'loss.surrogate = { use = "vespo", k_positive = ... }',
+    "vespo_k_neg": 'loss.surrogate = { use = "vespo", k_negative = ... }',
+    "vespo_lambda_pos": 'loss.surrogate = { use = "vespo", lambda_positive = ... }',
+    "vespo_lambda_neg": 'loss.surrogate = { use = "vespo", lambda_negative = ... }',
+    "weight_decay": "optimizer.weight_decay",
+    "optim_args": "optimizer",
+    "run_name": "tracking.wandb",
+    "save_strategy": "checkpoint.every",
+    "peft_config": "lora.rank",
+    "environment_factory": "environment",
 }
 """What TRL and transformers call keys -> what to write: the key, perhaps with a value."""
 
