@@ -386,10 +386,11 @@ def _data(values: Values) -> Iterator[str]:
             yield f"{where}: there is no file {file}, named by {values[where]!r}"
     delimiter = values.get("data.delimiter", ",")
     paths = (*keys.source_paths(parts), values.get("eval.data") or "")
+    csv_files = [path for path in paths if path.endswith(".csv") and not os.path.isdir(path)]
     if len(delimiter) != 1 or delimiter in '"\r\n':
         problem = 'expected one character, as ; or a tab, written "\\t"'
         yield f"data.delimiter = {show(delimiter)}: {problem}"
-    elif delimiter != "," and not any(path.endswith(".csv") for path in paths):
+    elif delimiter != "," and not csv_files:
         yield f"data.delimiter = {show(delimiter)}: no .csv file is read; leave it out"
     yield from _prompt_template(values.get("data.prompt", ""))
 
@@ -456,7 +457,8 @@ def _source(path: Any, where: str, options: Mapping[str, Any]) -> Iterator[str]:
     """Whether a source can be read, and takes the options that the config gives it."""
     if path is None:
         return
-    is_task, is_file = path.startswith(PREFIX), Path(path).suffix in FILES
+    is_folder, is_task = os.path.isdir(path), path.startswith(PREFIX)
+    is_file = Path(path).suffix in FILES and not is_folder
     if is_task:
         try:
             tasks.parse(path)
@@ -469,10 +471,10 @@ def _source(path: Any, where: str, options: Mapping[str, Any]) -> Iterator[str]:
             f"{where} = {show(path)}: there is no such file; relative paths begin at the "
             "folder of the config, those of options at the working directory"
         )
-    elif not (is_file or os.path.isdir(path) or is_name(path)):
+    elif not (is_file or is_folder or is_name(path)):
         reason = "is no file of rows" if os.path.exists(path) else "does not exist"
         yield f"{where} = {show(path)}: {reason}; give {FORMS}"
-    unread = SOURCE_OPTIONS if is_task or is_file else ("revision",) * os.path.isdir(path)
+    unread = SOURCE_OPTIONS if is_task or is_file else ("revision",) * is_folder
     for name in options:
         if name.endswith(unread):
             yield f"{name}: {show(path)} has none; leave it out"

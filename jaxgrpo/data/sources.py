@@ -153,10 +153,10 @@ def read(source: Source, text_columns: Iterable[str] = ()) -> list[Located]:
     path = storage.local(source.path, source.key)
     if source.path.startswith(tasks.PREFIX):
         located = _counted(source.path, tasks.load(source.path))
-    elif path.suffix in FILES:
+    elif path.suffix in FILES and not path.is_dir():  # Spark writes folders called rows.parquet
         if not path.is_file():
-            fault = "is a folder" if path.is_dir() else "does not exist"
-            raise InputError(f"{source.key} = {str(path)!r} {fault} (looked for {path.absolute()})")
+            where = f"{source.key} = {str(path)!r}"
+            raise InputError(f"{where} does not exist (looked for {path.absolute()})")
         is_jsonl = path.suffix == ".jsonl"
         located = list(_jsonl(path) if is_jsonl else _table(path, source, text_columns))
     elif path.is_dir() or is_name(source.path):
