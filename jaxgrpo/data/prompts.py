@@ -25,6 +25,8 @@ from jaxgrpo.data.written import text_of_value
 SHOWN = 60  # characters of a text in a message
 NO_PROMPT = ' (or to "" where an environment says what is asked)'
 PLACEHOLDER: Any = [{"role": "user", "content": ""}]  # this very object, of data without prompts
+IMAGES = ("image", "images")
+"""Columns that TRL shows to a model with its prompt."""
 CHUNK, SECONDS = 256, 60.0  # rows that are tokenised at once, and the time for them
 
 _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")  # of a template
@@ -69,7 +71,7 @@ def load_rows(
       answer: the column that holds what the rewards compare with; "" if there is none.
       split: of a DatasetDict given from Python.
     Raises: InputError if the source or a column does not exist, a line cannot be read, prompts
-      or answers are of several kinds, or there are no rows.
+      or answers are of several kinds, a prompt has an image, or there are no rows.
     """
     needed = placeholders(prompt) if is_template(prompt) else [prompt] * bool(prompt)
     if isinstance(source, Source):
@@ -91,6 +93,7 @@ def load_rows(
         if answer:
             row["answer"] = None if sources.is_gap(raw[answer]) else raw[answer]
         _check_texts(where, row)
+        _refuse_images(where, row)
         _check_answer(where, row.get("answer"))
         rows.append(row)
     _check_one_kind(located, [row["prompt"] for row in rows], "prompts")
@@ -347,6 +350,26 @@ def _check_texts(where: str, row: Row) -> None:
     for name, text in texts.items():
         if isinstance(text, str) and "\0" not in text and (problem := no_text(text)):
             raise InputError(f"{where}: {name} {text[:SHOWN]!a}: {problem}")
+
+
+def _refuse_images(where: str, row: Row) -> None:
+    """Refuses images that a prompt is about, and that no model is shown."""
+    for name in IMAGES:
+        value = row.get(name)
+        entries = value if isinstance(value, (list, tuple)) else [value]
+        if any(map(_is_image, entries)):
+            raise InputError(
+                f"{where}: column {name!r} holds an image, and models are shown texts alone: take "
+                "the column out, or give it another name where rewards alone read it"
+            )
+
+
+def _is_image(value: Any) -> bool:
+    """Whether it is an image of Pillow, an array of pixels, or what a file of one holds."""
+    if isinstance(value, Mapping):  # as `datasets` stores them
+        return value.keys() == {"bytes", "path"} and any(value.values())
+    is_array = isinstance(value, np.ndarray) and value.ndim > 1
+    return is_array or isinstance(value, bytes) or hasattr(value, "getpixel")
 
 
 def _check_answer(where: str, answer: Any) -> None:

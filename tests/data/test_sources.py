@@ -146,7 +146,6 @@ def test_a_folder_gives_the_split_asked_for(folder):
     assert read_rows(read(Source(str(folder)))) == ROWS[1:]
 
 
-
 def test_a_folder_may_be_called_as_a_file_is(tmp_path):
     folder = tmp_path / "rows.parquet"  # as Spark writes it
     folder.mkdir()
