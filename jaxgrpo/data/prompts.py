@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxgrpo.core.errors import InputError, no_text, refusing
 from jaxgrpo.data import chat as conversations
-from jaxgrpo.data import limits, sources
+from jaxgrpo.data import images, limits, sources
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.sources import Located, Mixture, Row, Rows, Source
 from jaxgrpo.data.written import text_of_value
@@ -25,8 +25,6 @@ from jaxgrpo.data.written import text_of_value
 SHOWN = 60  # characters of a text in a message
 NO_PROMPT = ' (or to "" where an environment says what is asked)'
 PLACEHOLDER: Any = [{"role": "user", "content": ""}]  # this very object, of data without prompts
-IMAGES = ("image", "images")
-"""Columns that TRL shows to a model with its prompt."""
 CHUNK, SECONDS = 256, 60.0  # rows that are tokenised at once, and the time for them
 
 _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")  # of a template
@@ -93,7 +91,7 @@ def load_rows(
         if answer:
             row["answer"] = None if sources.is_gap(raw[answer]) else raw[answer]
         _check_texts(where, row)
-        _refuse_images(where, row)
+        images.refuse(where, row)
         _check_answer(where, row.get("answer"))
         rows.append(row)
     _check_one_kind(located, [row["prompt"] for row in rows], "prompts")
@@ -350,26 +348,6 @@ def _check_texts(where: str, row: Row) -> None:
     for name, text in texts.items():
         if isinstance(text, str) and "\0" not in text and (problem := no_text(text)):
             raise InputError(f"{where}: {name} {text[:SHOWN]!a}: {problem}")
-
-
-def _refuse_images(where: str, row: Row) -> None:
-    """Refuses images that a prompt is about, and that no model is shown."""
-    for name in IMAGES:
-        value = row.get(name)
-        entries = value if isinstance(value, (list, tuple)) else [value]
-        if any(map(_is_image, entries)):
-            raise InputError(
-                f"{where}: column {name!r} holds an image, and models are shown texts alone: take "
-                "the column out, or give it another name where rewards alone read it"
-            )
-
-
-def _is_image(value: Any) -> bool:
-    """Whether it is an image of Pillow, an array of pixels, or what a file of one holds."""
-    if isinstance(value, Mapping):  # as `datasets` stores them
-        return value.keys() == {"bytes", "path"} and any(value.values())
-    is_array = isinstance(value, np.ndarray) and value.ndim > 1
-    return is_array or isinstance(value, bytes) or hasattr(value, "getpixel")
 
 
 def _check_answer(where: str, answer: Any) -> None:

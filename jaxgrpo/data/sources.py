@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from jaxgrpo.core.errors import InputError, one_line, refusing
-from jaxgrpo.data import splits, storage, tasks
+from jaxgrpo.data import images, splits, storage, tasks
 from jaxgrpo.data.written import as_lists, is_too_long, widen
 
 Row = dict[str, Any]
@@ -161,6 +161,7 @@ def read(source: Source, text_columns: Iterable[str] = ()) -> list[Located]:
         located = list(_jsonl(path) if is_jsonl else _table(path, source, text_columns))
     elif path.is_dir() or is_name(source.path):
         data_set = _data_set(source, path)
+        images.refuse_columns(source.where, data_set.features)
         with refusing(f"{source.where}: a value cannot be read ({{kind}}: {{reason}}): {MEND}"):
             located = _counted(source.path, _exact(data_set, data_set.features.arrow_schema))
     else:
@@ -189,8 +190,10 @@ def from_python(dataset: Any, split: str | None = None) -> list[Located]:
             "give a datasets.Dataset, a list of dicts, a dict of columns or a pandas DataFrame; a "
             "file is named by data.path"
         )
+    features = getattr(dataset, "features", None)
+    images.refuse_columns("dataset", features)
     rows = list(dataset)
-    if features := getattr(dataset, "features", None):
+    if features:
         rows = _exact(rows, features.arrow_schema)
     for place, row in enumerate(rows):
         if not isinstance(row, Mapping):

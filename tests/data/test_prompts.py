@@ -310,5 +310,5 @@ def test_an_image_that_no_model_would_be_shown_is_refused(image, is_refused):
     if not is_refused:
         assert len(data.load_rows(rows, "prompt", "answer")) == 2
         return
-    with pytest.raises(InputError, match=r"dataset, row 1: column 'image' holds an image, and mod"):
+    with pytest.raises(InputError, match=r"dataset, row 1: column 'image' holds images, and model"):
         data.load_rows(rows, "prompt", "answer")

@@ -314,6 +314,14 @@ def test_a_column_that_the_format_of_a_data_set_hides_is_not_read():
     assert read_rows(from_python(rows.with_format(columns=["prompt"]))) == [{"prompt": "a"}]
 
 
+def test_images_of_a_data_set_are_refused_before_they_are_decoded():
+    kinds = {"prompt": datasets.Value("string"), "images": [datasets.Image()]}
+    columns = {"prompt": ["a"], "images": [[{"bytes": b"no image", "path": None}]]}
+    rows = datasets.Dataset.from_dict(columns, datasets.Features(kinds))
+    with pytest.raises(InputError, match="dataset: column 'images' holds images, and models are"):
+        from_python(rows)
+
+
 def test_values_of_numpy_are_of_the_kinds_of_python():
     values = [np.int64(1), 2.5, np.float32(3)], [np.bool_(True), False], [np.array(["a"]), ["b"]]
     for answers in values:
