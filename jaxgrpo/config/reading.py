@@ -141,7 +141,9 @@ def read(raw: Mapping[str, Any], values: Values) -> Iterator[str]:
         if isinstance(table, Mapping):
             yield from _read_keys(cls, table, f"{section}.", values)
         else:
-            yield f"{section} = {show(table)}: expected a table, [{section}]"
+            first_key = dataclasses.fields(cls)[0].name
+            example = f"[{section}], as {section} = {{ {first_key} = ... }}"
+            yield f"{section} = {show(table)}: expected a table, {example}"
     if tables.get("rewards", []) == [] and tables.get("environment"):  # which may give one
         values["rewards"] = ()
     elif "rewards" in tables:

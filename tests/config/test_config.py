@@ -73,7 +73,7 @@ def test_nothing_changes_a_config():
         ('run.dir=""', 'run.dir = "": expected some text'),
         ("model.dtype=float16", 'model.dtype = "float16": expected "float32" or "bfloat16"'),
         ("mesh.platform=gpus", 'mesh.platform = "gpus": expected "auto" or "cpu" or "gpu" or'),
-        ("train=3", "train = 3: expected a table, [train]"),
+        ("train=3", "train = 3: expected a table, [train], as train = { steps = ... }"),
         ("loss.kl=3", 'loss.kl = 3: expected a table, { use = "..." }'),
         ("loss.kl.beta=1", 'loss.kl = {"beta": 1}: names no part; add use = "..."'),
         ("recipe=gropo", "recipe: unknown recipe 'gropo': did you mean 'grpo'?"),
