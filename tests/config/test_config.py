@@ -241,6 +241,11 @@ def test_another_part_does_not_inherit_the_options_of_the_one_before():
     assert changed.loss.surrogate == {"use": "gspo"}
     replacement = read("loss.surrogate.use=cispo", "loss.surrogate.high=4.0").loss.surrogate
     assert replacement == {"use": "cispo", "high": 4.0}
+    before = tables(recipe={"use": "grpo", "eps": 1e-4}, rewards=[{"use": "length", "cache": 8}])
+    before["rewards"][0]["weight"] = 2.0
+    replaced = files.from_dict(before, ["recipe.use=sign", "rewards.0.use=arithmetic"])
+    assert (replaced.recipe, replaced.rewards[0].options) == ({"use": "sign"}, {})
+    assert replaced.rewards[0].weight == 2.0
 
 
 def test_another_optimizer_keeps_its_own_options_alone_however_it_is_written():
