@@ -183,7 +183,7 @@ def _read_keys(cls: Any, table: Mapping[str, Any], path: str, values: Values) ->
     if has_options:
         values[f"{path}options"], unknown = unknown, {}
     for name in unknown:
-        near = TRL.get(name) or _nearest_key(name, path, list(fields))
+        near = TRL.get(name) or _nearest_key(str(name), path, list(fields))
         likely_keys.add(near and near.split()[0])
         hint = f"did you mean {near}?" if near else f"the keys here are {', '.join(fields)}"
         yield f"{path}{name}: unknown key; {hint}"
@@ -245,7 +245,7 @@ def _rename_tables(tables: dict[str, Any]) -> Iterator[str]:
             if isinstance(entries := tables.get(table, {}), Mapping):
                 tables[table] = {key: tables[name], **entries}
             continue
-        near = difflib.get_close_matches(name, HINTS, n=1)
+        near = difflib.get_close_matches(str(name), HINTS, n=1)  # Python may give a number
         homes = near or [key for key in KEYS if key.endswith(f".{name}")]
         homes = [TRL[name]] if name in TRL else homes
         hint = f"did you mean {' or '.join(homes)}?" if homes else f"there are {', '.join(HINTS)}"

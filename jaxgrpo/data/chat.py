@@ -212,7 +212,7 @@ def check_options(chat: Chat, options: Iterable[str], where: str) -> None:
                 "writes"
             )
         if option not in names:
-            matches = difflib.get_close_matches(option, names, n=1)
+            matches = difflib.get_close_matches(str(option), names, n=1)
             hint = f"did you mean {matches[0]!r}?" if matches else "leave it out"
             raise InputError(f"{where}.{option}: {chat.name} does not read it; {hint}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from typing import Any
 
 import pytest
 from minimal_config import MINIMAL, keys, problems, read
@@ -366,3 +367,13 @@ def test_an_option_of_an_own_reward_may_be_called_almost_as_a_key():
     assert config.rewards[0].options == {"height": 2, "game": "go"}
     (problem,) = problems('rewards=[{use="mine:score", wieght=2}]')
     assert problem == "rewards[0].wieght: unknown key; did you mean weight?"
+
+
+def test_a_number_where_a_name_is_expected_is_an_unknown_key():
+    raw: dict[Any, Any] = {**tomllib.loads(MINIMAL), 5: 1}
+    raw["train"][7] = 1
+    with pytest.raises(ConfigError) as caught:
+        files.from_dict(raw)
+    first, second = caught.value.problems
+    assert first.startswith("5: unknown key; there are model, ")
+    assert second.startswith("train.7: unknown key; the keys here are steps, ")
