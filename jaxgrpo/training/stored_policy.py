@@ -20,7 +20,7 @@ from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import DataKeys, MeshKeys, RewardKeys, RolloutKeys, config_folder
 from jaxgrpo.config.own_code import python_name
 from jaxgrpo.config.world import World, find_parser
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.core.types import GENERATOR, WEIGHTS, Params
 from jaxgrpo.data import storage
 from jaxgrpo.data.chat import Chat
@@ -144,7 +144,11 @@ def config_for(
 
     def config_with(**limits: Any) -> Config:
         changed = configs.absolute(tables, Path.cwd())
-        configs.replace(changed, {**limits, **replacements}, Path.cwd())
+        try:
+            configs.replace(changed, {**limits, **replacements}, Path.cwd())
+        except ConfigError:
+            configs.from_dict(changed, overrides, source=source)  # says which table is none
+            raise
         return configs.from_dict(changed, overrides, source=source)
 
     config = config_with()
