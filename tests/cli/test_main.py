@@ -86,6 +86,23 @@ def test_a_value_may_begin_with_a_minus_sign(words, name, value):
     assert vars(_parser().parse_args(words))[name] == value
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "sample m --prompts p.jsonl --out",
+        "eval m --answers",
+        "rescore r --rewards length --out",
+        "diff a b --out",
+        "probe m --html",
+        "check grpo --figure",
+        "check grpo --json",
+    ],
+)
+def test_a_file_to_write_may_be_in_the_home_folder(words):
+    options = vars(_parser().parse_args(f"{words}=~/written".split()))
+    assert os.path.expanduser("~/written") in options.values()
+
+
 def test_help_lists_the_commands_and_version_is_the_packages(capsys):
     assert main(["--help"]) == 0
     listed = capsys.readouterr().out
