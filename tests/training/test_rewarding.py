@@ -179,6 +179,9 @@ def test_a_dry_run_ends_with_what_a_reward_raises(tmp_path, capsys):
         ({"use": "length", "cache": 25}, "cache = 25: more than max_tokens = 24"),
         ({"use": "format", "pattern": "("}, "is no regular expression"),
         ({"use": "gsm8k_answr"}, "unknown reward 'gsm8k_answr': did you mean 'gsm8k_answer'?"),
+        ({"use": "accuracy_reward"}, "is 'math', and TRL's is trl.rewards:accuracy_reward"),
+        ({"use": "trl.rewards.my_reward"}, "of a module is named trl.rewards:my_reward; Known: "),
+        ({"use": "owner/reward-model"}, "a reward model is called by a function of your own, p"),
     ],
 )
 def test_a_wrong_reward_is_a_problem_of_the_config(reward, message, tmp_path):
