@@ -17,6 +17,8 @@ from jaxgrpo.cli.output import printing_on_stderr, until_closed
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.training.processes import parent
 
+CONFIG = "a config stands by itself, as jaxgrpo train run.toml"
+
 
 def main(
     argv: Sequence[str] | None = None,
@@ -135,6 +137,10 @@ class _CommandParser(argparse.ArgumentParser):
         missing = message.rpartition(": ")[2]
         if flag and "arguments are required" in message and not missing.startswith("-"):
             message += f": {flag} takes all words up to the next option; write {missing} before it"
+        words = [word.partition("=")[0] for word in self._words]
+        flags = self._option_string_actions
+        if "--config" in words and "--config" not in flags and "--set" in flags:
+            message += f": {CONFIG}"
         super().error(message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -159,7 +165,7 @@ def _advice(flags: Sequence[str], unknown: Sequence[str]) -> str:
     options = [word.partition("=")[0].lstrip("-") for word in unknown if word.startswith("--")]
     nearest = difflib.get_close_matches(options[0], names, n=1) if options else []
     texts = [f"did you mean {names[name]}?" for name in nearest]
-    if "--set" in flags:
+    if "--set" in flags and options[:1] != ["config"]:
         texts.append("Keys of the config follow --set, as --set train.steps=20")
     return f": {' '.join(texts)}" if texts else ""
 

@@ -58,6 +58,8 @@ def test_set_may_be_given_again(capsys):
         (["rescore", "--rewards", "math", "r"], "required: RUN: --rewards takes all words up to"),
         (["train", "quickstart", "--resume", "never"], "invalid choice: 'never'"),
         (["train", "quickstart", "--resum-e", "auto"], "--resum-e auto: did you mean --resume? "),
+        (["train", "--config", "run.toml"], "arguments: --config: a config stands by itself, as"),
+        (["train", "--config=run.toml"], "required: CONFIG: a config stands by itself, as jaxgrp"),
         (["train", "quickstart", "--lr", "1e-4"], "--lr 1e-4: Keys of the config follow --set, "),
         (["train", "quickstart", "train.steps=3"], "train.steps=3: Keys of the config follow --s"),
         (["report", "r", "--txt"], "usage: jaxgrpo report "),
