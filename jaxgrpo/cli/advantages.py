@@ -74,10 +74,9 @@ FIELDS: dict[str, Field] = {
     "ordinal": Field("[P]", int, "place of the prompt in the run"),
     "step": Field("[]", int, "the training step"),
 }
-"""What parts read beside rewards. Those of `types.SCORES` and `types.OF_ANSWERS` a run scores by
-itself."""
+"""What parts read beside rewards. A run scores those of SCORES and OF_ANSWERS by itself."""
 
-
+LONGEST = 10_000  # tokens of a sample
 HINT = "jaxgrpo advantages NAME describes one; --rewards 1,0,0,0 shows it step by step"
 TABLES = {"recipes": registry.recipes, "parts": registry.parts}
 
@@ -303,11 +302,7 @@ def first_lines(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, 
 
 
 def show_list(console: Console, tables: Mapping[str, Mapping[str, str]], hint: str) -> None:
-    """Prints what `first_lines` returns.
-
-    Args:
-      hint: the last line, of what to do with a name.
-    """
+    """Prints what `first_lines` returns; `hint` is the last line, of what to do with a name."""
     for title, lines in tables.items():
         table = Table(Column(no_wrap=True), Column(), title=title, title_justify="left", box=None)
         table.show_header = False
@@ -496,5 +491,7 @@ def _field(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
 def token_mask(texts: Sequence[str], shape: tuple[int, ...]) -> np.ndarray:
     """[P, G, T], True at the tokens of each sample, from "3,2,4,1": how many it has."""
     length = read_fields([f"lengths={text}" for text in texts], shape)["lengths"]
+    if odd := [n for n in length.flat if not (0 <= n <= LONGEST and n == int(n))]:
+        raise InputError(f"--lengths {odd[0]:g}: expected numbers of tokens, 0 to {LONGEST}")
     length = np.broadcast_to(length.reshape(shape[0], -1), shape)
     return np.arange(max(int(length.max()), 1)) < length[..., None]

@@ -8,6 +8,8 @@ there.
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Callable
 from typing import Any
 
 Argument = tuple[list[str], dict[str, Any]]
@@ -21,6 +23,11 @@ def argument(
     return flags.split(), {"metavar": metavar, "help": text, **more}
 
 
+def output(flags: str, metavar: str, text: str, **more: Any) -> Argument:
+    """A file to write. A shell leaves the ~ of --out=~/x.jsonl as it is."""
+    return argument(flags, metavar, text, type=os.path.expanduser, **more)
+
+
 def switch(flag: str, text: str, **more: Any) -> Argument:
     return [flag], {"action": "store_true", "help": text, **more}
 
@@ -30,10 +37,10 @@ def several(flag: str, metavar: str, text: str, **more: Any) -> Argument:
     return argument(flag, metavar, text, nargs="+", action="extend", **more)
 
 
-def samples(default: str) -> Argument:
+def samples(default: str, read: Callable[[str], int] = int) -> Argument:
     """How many per prompt: one option in every command. --num-samples is its older name."""
     flags = "-n --samples --num-samples"
-    return argument(flags, "N", f"per prompt, {default}", type=_count, dest="samples")
+    return argument(flags, "N", f"per prompt, {default}", type=read, dest="samples")
 
 
 def prompts(default: str) -> Argument:
@@ -42,10 +49,11 @@ def prompts(default: str) -> Argument:
 
 
 def _count(text: str) -> int:
+    """Of `eval`, whose answers are samples too."""
     try:
         return int(text)
     except ValueError:
-        problem = f"{text!r} is no number; to write answers to a file: --answers FILE"
+        problem = f"{text!r} is no whole number; to write answers to a file: --answers FILE"
         raise argparse.ArgumentTypeError(problem) from None
 
 
@@ -182,7 +190,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
             "instead: how alike the updates of methods are, as grpo,sign,loss.surrogate=gspo",
         ),
         JSON,
-        argument("--html", "OUT", "write a page with plots", dest="html_out"),
+        output("--html", "OUT", "write a page with plots", dest="html_out"),
         SET,
     ),
     "eval": (
@@ -191,10 +199,10 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         TARGET,
         argument("--data", None, "as data.path; of a run: its eval.data by default"),
         argument("--scorer", None, "a reward that judges success; else that of the run or config"),
-        samples("by default eval.samples of the run or config, 16 of a model folder"),
+        samples("by default eval.samples of the run or config, 16 of a model folder", _count),
         prompts("by default eval.prompts of the run or config, else all"),
         argument("--base", "MODEL", "measure the KL to this model; of a run: as eval.kl_to_base"),
-        argument(
+        output(
             "--answers",
             "OUT.jsonl",
             "write every answer: the greedy one of each prompt, then its samples",
@@ -207,7 +215,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         "jaxgrpo.cli.sampling:write_samples",
         TARGET,
         argument("--prompts", "FILE", "as data.path, or .txt", required=True),
-        argument("--out", "OUT.jsonl", "a line for each sample", required=True),
+        output("--out", "OUT.jsonl", "a line for each sample", required=True),
         samples("1 by default"),
         argument(
             "--temperature", None, "as rollout.temperature; 0: the likeliest token", type=float
@@ -278,7 +286,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
             required=True,
         ),
         argument("--step", "N", "that has samples; by default each that has some", type=int),
-        argument("--out", "OUT.jsonl", "write a line for each sample, with both judgements"),
+        output("--out", "OUT.jsonl", "write a line for each sample, with both judgements"),
         JSON,
         SET,
     ),
@@ -286,7 +294,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         "show two runs side by side: in what their configs differ, and their metrics",
         "jaxgrpo.cli.diff:diff",
         argument("runs", "RUN", "run folders, of runs at any stage", nargs=2),
-        argument("--out", "FILE", "draw the curves of both over each other: .html or .png"),
+        output("--out", "FILE", "draw the curves of both over each other: .html or .png"),
         JSON,
     ),
     "fit": (
@@ -367,8 +375,8 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         "what a method climbs: its exact expected update on small games, and the laws it breaks",
         "jaxgrpo.experiments.check.command:main",
         argument("method", "METHOD", "a recipe, a surrogate, a config, or FILE.py:FUNCTION"),
-        argument("--figure", "OUT", "draw it: .png or .svg"),
-        argument(
+        output("--figure", "OUT", "draw it: .png or .svg"),
+        output(
             "--json",
             "OUT",
             "write one JSON document; without OUT print it instead",

@@ -116,7 +116,7 @@ def print_evaluation(
     """
     eval_keys = {"data": data, "scorer": scorer, "samples": samples, "prompts": prompts}
     config = config_for(target, _eval_changes(eval_keys), overrides)
-    check_writable(answers, inputs=[config.eval.data])
+    check_writable(answers, inputs=[target, config.eval.data])
     console = Console(highlight=False)
     questions, evaluation = _measure(console, target, config, None, None, base)
     if not process.is_main():

@@ -6,15 +6,18 @@ import argparse
 import difflib
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jaxgrpo
 from jaxgrpo.cli.commands import COMMANDS, JOIN, JOINING, list_flags
 from jaxgrpo.cli.output import printing_on_stderr, until_closed
 from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.training.processes import parent
+
+CONFIG = "a config stands by itself, as jaxgrpo train run.toml"
 
 
 def main(
@@ -122,7 +125,26 @@ class _CommandParser(argparse.ArgumentParser):
     """The parser of a command. It refuses itself what it does not know: with the usage of this
     command and advice, where the parser of all commands would show its own."""
 
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        # argparse itself takes "-1" for a value, and "-1,0" or "-1e-3" for unknown options.
+        self._negative_number_matcher = re.compile(r"-\.?\d")
+        self._words: list[str] = []
+
+    def error(self, message: str) -> NoReturn:
+        greedy = [action.option_strings for action in self._actions if action.nargs == "+"]
+        flag = next((word for word in self._words if [word] in greedy), None)
+        missing = message.rpartition(": ")[2]
+        if flag and "arguments are required" in message and not missing.startswith("-"):
+            message += f": {flag} takes all words up to the next option; write {missing} before it"
+        words = [word.partition("=")[0] for word in self._words]
+        flags = self._option_string_actions
+        if "--config" in words and "--config" not in flags and "--set" in flags:
+            message += f": {CONFIG}"
+        super().error(message)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = [*(args or ())]
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             advice = _advice(list_flags(self.prog.rpartition(" ")[2]), unknown)
@@ -143,7 +165,7 @@ def _advice(flags: Sequence[str], unknown: Sequence[str]) -> str:
     options = [word.partition("=")[0].lstrip("-") for word in unknown if word.startswith("--")]
     nearest = difflib.get_close_matches(options[0], names, n=1) if options else []
     texts = [f"did you mean {names[name]}?" for name in nearest]
-    if "--set" in flags:
+    if "--set" in flags and options[:1] != ["config"]:
         texts.append("Keys of the config follow --set, as --set train.steps=20")
     return f": {' '.join(texts)}" if texts else ""
 

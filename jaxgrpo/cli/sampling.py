@@ -120,7 +120,7 @@ def write_samples(
     Raises: InputError where `out` holds rows of something else.
     """
     _check(samples, temperature)
-    check_writable(out, inputs=[prompts])
+    check_writable(out, inputs=[target, prompts])
     rows = _lines(prompts)
     changes = option_changes(None if rows else prompts, top_k, top_p, max_tokens)
     config = config_for(target, changes, overrides)

@@ -354,10 +354,10 @@ def _rewards(values: Values, parts: BuiltParts) -> Iterator[str]:
 def _misspelt(option: str, table: Any) -> str | None:
     """The key of a table that an option was meant to be.
 
-    As long, with some letters changed; of several words, and almost the same.
+    As long, with some letters behind the first changed; of several words, and almost the same.
     """
     names = [name for name in table.__dataclass_fields__ if name != "flip"]  # "clip" is likelier
-    same_length = [name for name in names if len(name) == len(option)]
+    same_length = [n for n in names if (len(n), n[0]) == (len(option), option[:1])]
     matches = difflib.get_close_matches(option, same_length, n=1, cutoff=0.75)
     words = [name for name in names if "_" in name]
     matches += difflib.get_close_matches(option, words, n=1, cutoff=0.85)
@@ -389,10 +389,11 @@ def _data(values: Values) -> Iterator[str]:
             yield f"{where}: there is no file {file}, named by {values[where]!r}"
     delimiter = values.get("data.delimiter", ",")
     paths = (*keys.source_paths(parts), values.get("eval.data") or "")
+    csv_files = [path for path in paths if path.endswith(".csv") and not os.path.isdir(path)]
     if len(delimiter) != 1 or delimiter in '"\r\n':
         problem = 'expected one character, as ; or a tab, written "\\t"'
         yield f"data.delimiter = {show(delimiter)}: {problem}"
-    elif delimiter != "," and not any(path.endswith(".csv") for path in paths):
+    elif delimiter != "," and not csv_files:
         yield f"data.delimiter = {show(delimiter)}: no .csv file is read; leave it out"
     yield from _prompt_template(values.get("data.prompt", ""))
 
@@ -459,7 +460,8 @@ def _source(path: Any, where: str, options: Mapping[str, Any]) -> Iterator[str]:
     """Whether a source can be read, and takes the options that the config gives it."""
     if path is None:
         return
-    is_task, is_file = path.startswith(PREFIX), Path(path).suffix in FILES
+    is_folder, is_task = os.path.isdir(path), path.startswith(PREFIX)
+    is_file = Path(path).suffix in FILES and not is_folder
     if is_task:
         try:
             tasks.parse(path)
@@ -472,10 +474,10 @@ def _source(path: Any, where: str, options: Mapping[str, Any]) -> Iterator[str]:
             f"{where} = {show(path)}: there is no such file; relative paths begin at the "
             "folder of the config, those of options at the working directory"
         )
-    elif not (is_file or os.path.isdir(path) or is_name(path)):
+    elif not (is_file or is_folder or is_name(path)):
         reason = "is no file of rows" if os.path.exists(path) else "does not exist"
         yield f"{where} = {show(path)}: {reason}; give {FORMS}"
-    unread = SOURCE_OPTIONS if is_task or is_file else ("revision",) * os.path.isdir(path)
+    unread = SOURCE_OPTIONS if is_task or is_file else ("revision",) * is_folder
     for name in options:
         if name.endswith(unread):
             yield f"{name}: {show(path)} has none; leave it out"
@@ -486,12 +488,13 @@ def _optimizer(values: Values) -> Iterator[str]:
     if any(f"optimizer.{name}" not in values for name in names):
         return
     settings: Any = {name: values[f"optimizer.{name}"] for name in names}
-    for name in settings["options"]:
-        near = _misspelt(name, keys.OptimizerKeys)
-        if likely_key := TRL.get(name) or (near and f"optimizer.{near}"):
-            yield f"optimizer.{name}: unknown key; did you mean {likely_key}?"
-            return
     try:
         make_optimizer({}, updates=values.get("train.steps", 1), **settings)
     except (ValueError, TypeError) as error:
-        yield str(error)
+        where, _, problem = str(error).partition(": ")
+        name = where.removeprefix("optimizer.")
+        near = _misspelt(name, keys.OptimizerKeys)
+        likely_key = TRL.get(name) or (near and f"optimizer.{near}")
+        # Only then: muon has an option of its own that TRL has too, `beta`.
+        is_unknown = likely_key not in (None, where) and "has no such option" in problem
+        yield f"{where}: unknown key; did you mean {likely_key}?" if is_unknown else str(error)

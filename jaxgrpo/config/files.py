@@ -80,10 +80,13 @@ def read_tables(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Path]:
         file = source / "config.toml"
         remedy = f"the config of the run in it is {file}" if file.is_file() else "give a TOML file"
         raise ConfigError(str(source), [f"is a folder; {remedy}"])
-    elif source.suffix or len(source.parts) > 1:
-        raise ConfigError(str(source), ["there is no such file"])
-    elif source.name not in configs:
-        raise ConfigError(str(source), [f"no shipped config: {suggest(source.name, configs)}"])
+    elif source.suffix or len(source.parts) > 1 or source.name not in configs:
+        is_path, near = source.suffix or len(source.parts) > 1, source.with_suffix(".toml")
+        problem = "there is no such file" if is_path else "no shipped config: "
+        hint = "" if is_path else suggest(source.name, configs)
+        if near.is_file():
+            problem, hint = "there is no such file; ", f"did you mean {near}?"
+        raise ConfigError(str(source), [problem + hint])
     else:
         source = configs[source.name]
     try:
@@ -314,8 +317,8 @@ def put(
     """Sets one key of `tables`, which are changed; missing tables are added.
 
     Another `use` of a part, loss.surrogate or the like, drops the options of the part before: a
-    clip's bounds mean nothing to GSPO. In the table optimizer its own keys stay, clip_norm and the
-    like, whatever is used.
+    clip's bounds mean nothing to GSPO. In the table optimizer and in rewards their own keys stay,
+    clip_norm or weight, whatever is used.
 
     Args:
       path: names of tables and keys; the entry of a list by its number, ["rewards", "0", "weight"].
@@ -342,9 +345,11 @@ def put(
 
 def _drop_options(table: Any, path: Sequence[str], use: Any) -> None:
     """Deletes the options in the table of a part, at `path`, if its `use` is about to change."""
-    where = ".".join(path[:-1])
-    table_keys = keys.OptimizerKeys.__dataclass_fields__ if where == "optimizer" else {}
-    is_part = where in keys.KEYS and "Part" in str(keys.KEYS[where].type)
+    place = ".".join(name for name in path[:-1] if not name.isdigit())
+    cls: Any = {"optimizer": keys.OptimizerKeys, "rewards": keys.RewardKeys}.get(place)
+    table_keys = {} if cls is None else cls.__dataclass_fields__
+    holds_part = place in keys.KEYS and keys.KEYS[place].type in ("Part", "Part | None")
+    is_part = holds_part or place in ("recipe", "advantage")
     if not isinstance(table, dict) or not (table_keys or is_part):
         return
     if table.get("use", table_keys["use"].default if table_keys else None) != use:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import itertools
 import json
 import math
 import sys
@@ -28,6 +29,7 @@ from jaxgrpo.config.keys import (
 from jaxgrpo.config.ranges import KINDS, LARGEST, Range, expected_value, kind_for
 from jaxgrpo.core.errors import without_passwords
 
+_ADAPTIVE = 'loss.entropy = { use = "adaptive", target = ... }'
 TRL = {
     "num_generations": "rollout.group_size",
     "max_prompt_length": "rollout.max_prompt_tokens",
@@ -52,14 +54,14 @@ TRL = {
     "scale_rewards": 'recipe = { use = "like_trl", scale_rewards = ... }',
     "multi_objective_aggregation": 'recipe = { use = "like_trl" } with this option',
     "mask_truncated_completions": 'advantage, with the part { use = "mask_truncated" }',
-    "reward_funcs": 'rewards = [{ use = "..." }]',
+    "reward_funcs": 'rewards = [{ use = "..." }] or, from Python, rewards=[...]',
     "reward_weights": 'rewards = [{ use = "...", weight = ... }]',
     "model_name_or_path": "model.path",
     "model_init_kwargs": "model.dtype",
     "bf16": 'model.dtype = "bfloat16"',
     "cast_lm_head_to_fp32": "model.float32_head",
     "dataset_name": "data.path",
-    "train_dataset": "data.path",
+    "train_dataset": "data.path or, from Python, dataset=rows",
     "eval_dataset": "eval.data",
     "num_generations_eval": "eval.samples",
     "eval_steps": "eval.every",
@@ -83,8 +85,44 @@ TRL = {
     "use_cpu": 'mesh.platform = "cpu"',
     "deepspeed": "mesh.fsdp",
     "fsdp": "mesh.fsdp",
+    "steps_per_generation": "train.minibatches",
+    "use_transformers_continuous_batching": "rollout.slots",
+    "max_tool_calling_iterations": "rollout.max_turns",
+    "vllm_tensor_parallel_size": "mesh.sampling_tensor",
+    "vllm_importance_sampling_mode": "loss.mismatch",
+    "vllm_importance_sampling_clip_max": "loss.mismatch",
+    "vllm_importance_sampling_clip_min": "loss.mismatch",
+    "use_bias_correction_kl": 'loss.kl = { use = "reverse_kl_off_policy", beta = ... }',
+    "top_entropy_quantile": 'advantage, with the part { use = "keep_top_entropy", share = ... }',
+    "use_adaptive_entropy": _ADAPTIVE,
+    "entropy_coef_min": _ADAPTIVE,
+    "entropy_coef_max": _ADAPTIVE,
+    "entropy_coef_delta": _ADAPTIVE,
+    "entropy_target": _ADAPTIVE,
+    "off_policy_mask_threshold": 'loss.surrogate = { use = "off_policy_mask", threshold = ... }',
+    "sapo_temperature_neg": 'loss.surrogate = { use = "sapo", tau_negative = ... }',
+    "sapo_temperature_pos": 'loss.surrogate = { use = "sapo", tau_positive = ... }',
+    "vespo_k_pos": 'loss.surrogate = { use = "vespo", k_positive = ... }',
+    "vespo_k_neg": 'loss.surrogate = { use = "vespo", k_negative = ... }',
+    "vespo_lambda_pos": 'loss.surrogate = { use = "vespo", lambda_positive = ... }',
+    "vespo_lambda_neg": 'loss.surrogate = { use = "vespo", lambda_negative = ... }',
+    "weight_decay": "optimizer.weight_decay",
+    "optim_args": "optimizer",
+    "run_name": "tracking.wandb",
+    "save_strategy": "checkpoint.every",
+    "peft_config": "lora.rank",
+    "environment_factory": "environment",
 }
 """What TRL and transformers call keys -> what to write: the key, perhaps with a value."""
+
+ARGUMENTS = {
+    "rewards": "rewards=[...]",
+    "recipe": "advantage=chain(...)",
+    "advantage": "advantage=chain(...)",
+    "tools": "tools=[...]",
+    "environment": "environment_factory=...",
+}
+"""Keys of a config -> the arguments of `jaxgrpo.train` that take Python objects in their place."""
 
 Values = dict[str, Any]
 """Values that are right by themselves, under their full names: {"rollout.group_size": 8, ...}."""
@@ -103,7 +141,9 @@ def read(raw: Mapping[str, Any], values: Values) -> Iterator[str]:
         if isinstance(table, Mapping):
             yield from _read_keys(cls, table, f"{section}.", values)
         else:
-            yield f"{section} = {show(table)}: expected a table, [{section}]"
+            first_key = dataclasses.fields(cls)[0].name
+            example = f"[{section}], as {section} = {{ {first_key} = ... }}"
+            yield f"{section} = {show(table)}: expected a table, {example}"
     if tables.get("rewards", []) == [] and tables.get("environment"):  # which may give one
         values["rewards"] = ()
     elif "rewards" in tables:
@@ -143,7 +183,7 @@ def _read_keys(cls: Any, table: Mapping[str, Any], path: str, values: Values) ->
     if has_options:
         values[f"{path}options"], unknown = unknown, {}
     for name in unknown:
-        near = TRL.get(name) or _nearest_key(name, path, list(fields))
+        near = TRL.get(name) or _nearest_key(str(name), path, list(fields))
         likely_keys.add(near and near.split()[0])
         hint = f"did you mean {near}?" if near else f"the keys here are {', '.join(fields)}"
         yield f"{path}{name}: unknown key; {hint}"
@@ -181,15 +221,31 @@ def _read_environment(value: Any, values: Values) -> Iterator[str]:
             where = f"environment.{name}" if name else "environment"
             yield (
                 f'{where} = {show(entry)}: expected a class, "mine.py:Env", or several by name, '
-                '{ game = "mine.py:Game" }'
+                f'{{ game = "mine.py:Game" }}{_python_hint(where, entry)}'
             )
     values["environment"] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _python_hint(where: str, value: Any) -> str:
+    """What to do with objects of Python that stand in a config; "" where there are none."""
+    entries = value if isinstance(value, (list, tuple)) else [value]
+    parts = [[*entry.values()] if isinstance(entry, Mapping) else [entry] for entry in entries]
+    name = where.replace(".", "[").partition("[")[0]
+    if name not in ARGUMENTS or not any(map(callable, itertools.chain(*parts))):
+        return ""
+    return f"; objects of Python are given beside the config, train(config, {ARGUMENTS[name]})"
 
 
 def _rename_tables(tables: dict[str, Any]) -> Iterator[str]:
     """Reports unknown tables, and gives a misspelt one the name that was meant as well."""
     for name in [name for name in tables if name not in HINTS]:
-        near = difflib.get_close_matches(name, HINTS, n=1)
+        if name in KEYS:  # a name in quotes, or from Python
+            table, _, key = name.partition(".")
+            yield f"{name}: unknown key; write it without quotes, or as {table} = {{ {key} = ... }}"
+            if isinstance(entries := tables.get(table, {}), Mapping):
+                tables[table] = {key: tables[name], **entries}
+            continue
+        near = difflib.get_close_matches(str(name), HINTS, n=1)  # Python may give a number
         homes = near or [key for key in KEYS if key.endswith(f".{name}")]
         homes = [TRL[name]] if name in TRL else homes
         hint = f"did you mean {' or '.join(homes)}?" if homes else f"there are {', '.join(HINTS)}"
@@ -211,7 +267,8 @@ def _read_value(where: str, value: Any, hint: Any, limits: Range, values: Values
     elif kind is Mapping and isinstance(value, Mapping):
         values[where] = dict(value)
     elif type(value) is not kind:
-        yield f"{where} = {show(value)}: expected {KINDS[kind].format(holds=limits.holds)}"
+        expected = KINDS[kind].format(holds=limits.holds)
+        yield f"{where} = {show(value)}: expected {expected}{_python_hint(where, value)}"
     elif kind is float and not math.isfinite(value):
         yield f"{where} = {value}: expected a finite number"
     elif kind is dict:
@@ -230,7 +287,7 @@ def _read_texts(where: str, value: Any, limits: Range, values: Values) -> Iterat
         isinstance(text, str) and text for text in value
     )
     if not are_texts:
-        yield f"{where} = {show(value)}: expected {KINDS[tuple]}"
+        yield f"{where} = {show(value)}: expected {KINDS[tuple]}{_python_hint(where, value)}"
     elif limits.choices and (odd := [text for text in value if text not in limits.choices]):
         yield f"{where} = {show(value)}: {show(odd[0])} is not {limits}"
     else:
@@ -242,7 +299,8 @@ def _read_part(where: str, value: Part, values: Values, holds: str = "use") -> I
         lacks = "names no part" if holds == "use" else f"has no {holds}"
         yield f'{where} = {show(value)}: {lacks}; add {holds} = "..."'
     elif not isinstance(value[holds], str) or not value[holds]:
-        yield f"{where}.{holds} = {show(value[holds])}: expected {KINDS[str]}"
+        hint = _python_hint(where, value[holds])
+        yield f"{where}.{holds} = {show(value[holds])}: expected {KINDS[str]}{hint}"
     else:
         values[where] = dict(value)
 
@@ -269,7 +327,7 @@ def _read_list(
     )
     if not are_tables or not entries:
         expected = f'a list of tables, {where} = [{{ {holds} = "..." }}]'
-        yield f"{where} = {show(entries)}: expected {expected}"
+        yield f"{where} = {show(entries)}: expected {expected}{_python_hint(where, entries)}"
         return
     named_entries = {f"{where}[{index}]": entry for index, entry in enumerate(entries)}
     for name, entry in named_entries.items():

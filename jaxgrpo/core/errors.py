@@ -251,9 +251,15 @@ def differing_names(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[s
 
 
 def find(kind: str, name: Any, table: Mapping[str, T]) -> T:
-    """The entry of a table. Raises: InputError naming the nearest entry."""
+    """The entry of a table. Raises: InputError with the nearest, or how own code is named."""
     if not isinstance(name, str) or name not in table:
-        raise InputError(f"unknown {kind} {name!r}: {suggest(name, table)}")
+        hint, words = suggest(name, table), str(name).split(".")
+        if words[-1] == "py":
+            hint = f"name its function too, as {name}:my_function"
+        elif len(words) > 1 and all(map(str.isidentifier, words)):
+            place = ".".join(words[:-1])
+            hint = f"a function of a module is named {place}:{words[-1]}; {hint}"
+        raise InputError(f"unknown {kind} {name!r}: {hint}")
     return table[name]
 
 

@@ -172,7 +172,7 @@ def make_chat(
       time: what a template writes that asks for the time, in ISO 8601; None: when it asks.
 
     Raises: InputError if the template cannot be found, there is none although a system text or an
-    option for one is given, or it does not read an option.
+    option for one is given, it does not read an option, or one is a truth value in quotes.
     """
     template, name = _find(tokenizer, choice, path)
     if template is None:
@@ -186,6 +186,12 @@ def make_chat(
     tool_template = named.get(TOOL_TEMPLATE) if isinstance(named, Mapping) else None
     chat = Chat(tokenizer, template, name, system, dict(options), tool_template=tool_template)
     check_options(chat, options, "data.chat_template_kwargs")
+    for option, value in options.items():
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            raise InputError(
+                f"data.chat_template_kwargs.{option} = {value!r}: a text, which templates take for "
+                f"true: write {value.lower()} without quotes"
+            )
     return chat._replace(time=time) if CLOCK in _names_read(chat) else chat
 
 
@@ -206,7 +212,7 @@ def check_options(chat: Chat, options: Iterable[str], where: str) -> None:
                 "writes"
             )
         if option not in names:
-            matches = difflib.get_close_matches(option, names, n=1)
+            matches = difflib.get_close_matches(str(option), names, n=1)
             hint = f"did you mean {matches[0]!r}?" if matches else "leave it out"
             raise InputError(f"{where}.{option}: {chat.name} does not read it; {hint}")
 

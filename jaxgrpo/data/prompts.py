@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxgrpo.core.errors import InputError, no_text, refusing
 from jaxgrpo.data import chat as conversations
-from jaxgrpo.data import limits, sources
+from jaxgrpo.data import images, limits, sources
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.sources import Located, Mixture, Row, Rows, Source
 from jaxgrpo.data.written import text_of_value
@@ -69,7 +69,7 @@ def load_rows(
       answer: the column that holds what the rewards compare with; "" if there is none.
       split: of a DatasetDict given from Python.
     Raises: InputError if the source or a column does not exist, a line cannot be read, prompts
-      or answers are of several kinds, or there are no rows.
+      or answers are of several kinds, a prompt has an image, or there are no rows.
     """
     needed = placeholders(prompt) if is_template(prompt) else [prompt] * bool(prompt)
     if isinstance(source, Source):
@@ -91,6 +91,7 @@ def load_rows(
         if answer:
             row["answer"] = None if sources.is_gap(raw[answer]) else raw[answer]
         _check_texts(where, row)
+        images.refuse(where, row)
         _check_answer(where, row.get("answer"))
         rows.append(row)
     _check_one_kind(located, [row["prompt"] for row in rows], "prompts")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from jaxgrpo.core.errors import InputError, one_line, refusing
-from jaxgrpo.data import splits, storage, tasks
+from jaxgrpo.data import images, splits, storage, tasks
 from jaxgrpo.data.written import as_lists, is_too_long, widen
 
 Row = dict[str, Any]
@@ -153,14 +153,15 @@ def read(source: Source, text_columns: Iterable[str] = ()) -> list[Located]:
     path = storage.local(source.path, source.key)
     if source.path.startswith(tasks.PREFIX):
         located = _counted(source.path, tasks.load(source.path))
-    elif path.suffix in FILES:
+    elif path.suffix in FILES and not path.is_dir():  # Spark writes folders called rows.parquet
         if not path.is_file():
-            fault = "is a folder" if path.is_dir() else "does not exist"
-            raise InputError(f"{source.key} = {str(path)!r} {fault} (looked for {path.absolute()})")
+            where = f"{source.key} = {str(path)!r}"
+            raise InputError(f"{where} does not exist (looked for {path.absolute()})")
         is_jsonl = path.suffix == ".jsonl"
         located = list(_jsonl(path) if is_jsonl else _table(path, source, text_columns))
     elif path.is_dir() or is_name(source.path):
         data_set = _data_set(source, path)
+        images.refuse_columns(source.where, data_set.features)
         with refusing(f"{source.where}: a value cannot be read ({{kind}}: {{reason}}): {MEND}"):
             located = _counted(source.path, _exact(data_set, data_set.features.arrow_schema))
     else:
@@ -189,8 +190,10 @@ def from_python(dataset: Any, split: str | None = None) -> list[Located]:
             "give a datasets.Dataset, a list of dicts, a dict of columns or a pandas DataFrame; a "
             "file is named by data.path"
         )
+    features = getattr(dataset, "features", None)
+    images.refuse_columns("dataset", features)
     rows = list(dataset)
-    if features := getattr(dataset, "features", None):
+    if features:
         rows = _exact(rows, features.arrow_schema)
     for place, row in enumerate(rows):
         if not isinstance(row, Mapping):

@@ -16,8 +16,9 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from jaxgrpo.config.keys import EvalKeys
+from jaxgrpo.config.world import COLUMNS
 from jaxgrpo.core import records
-from jaxgrpo.core.errors import one_line, own_line, written
+from jaxgrpo.core.errors import InputError, one_line, own_line, written
 from jaxgrpo.core.types import Params, Rollouts
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.evaluation import diversity, voting
@@ -25,8 +26,16 @@ from jaxgrpo.evaluation.intervals import bootstrap, mean_of_shares
 from jaxgrpo.evaluation.rescoring import Base, Rescore, make_rescorer
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
-from jaxgrpo.rewards import Reward, RewardFunction, TrainerState, answers, check_rows
-from jaxgrpo.rewards.protocol import RewardError, callable_name
+from jaxgrpo.rewards import (
+    Reward,
+    RewardError,
+    RewardFunction,
+    TrainerState,
+    answers,
+    check,
+    check_rows,
+)
+from jaxgrpo.rewards.protocol import callable_name
 from jaxgrpo.rollout.batch import draw
 from jaxgrpo.rollout.dialogue import Converse
 from jaxgrpo.rollout.judging import Judge, put_prompts
@@ -130,10 +139,11 @@ def make_questions(
       use: the name of the scorer in the config.
       answering: rows -> what answers their samples; None: nothing.
 
-    Raises: InputError with the first row that the scorer cannot judge.
+    Raises: InputError as `check_scorer`.
     """
     rows = held_out.rows[: keys.prompts]
-    check_rows(scorer.function, rows)
+    converse = None if answering is None else answering(rows)
+    check_scorer(scorer, rows, converse is not None)
     return Questions(
         rows,
         held_out.encoded[: keys.prompts],
@@ -141,8 +151,25 @@ def make_questions(
         find_extractor(use, scorer.function),
         keys.formats,
         voting.Weighing(keys.confidence_window, keys.confidence_kept),
-        None if answering is None else answering(rows),
+        converse,
     )
+
+
+def check_scorer(scorer: Reward, rows: Sequence[Mapping[str, Any]], is_answered: bool) -> None:
+    """Refuses a scorer that cannot be called on the rows that are asked.
+
+    Args:
+      is_answered: whether tools or environments answer samples.
+
+    Raises: InputError where it asks for a column that is not there, or with the first row that it
+      cannot judge.
+    """
+    columns = [*(name for name in rows[0] if name != "prompt"), *(COLUMNS if is_answered else ())]
+    try:
+        check(scorer.name, scorer.function, columns)
+    except RewardError as error:
+        raise InputError(f"the rows that are asked: {error}") from None
+    check_rows(scorer.function, rows)
 
 
 def make_evaluator(

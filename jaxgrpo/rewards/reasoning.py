@@ -39,7 +39,7 @@ def read_answer(completion: str) -> str | None:
 
 def reasoning_gym(
     completions: Sequence[Any],
-    entry: Sequence[str],
+    entry: Sequence[str | None],
     time_limit: float = TIME_LIMIT,
     workers: int = WORKERS,
     batch_limit: float = BATCH_LIMIT,
@@ -56,7 +56,8 @@ def reasoning_gym(
 
     Args:
       completions: texts, or messages.
-      entry: the column of the rows of task:reasoning_gym.
+      entry: the column of the rows of task:reasoning_gym; None in rows of other sources, which are
+        not scored.
       time_limit: seconds of processor time for one completion.
       workers: processes at most, and never more than the machine has cores.
       batch_limit: seconds of a call for the completions that get no score in time.
@@ -68,7 +69,8 @@ def reasoning_gym(
     """
     del columns
     texts = [read_answer(completion_text(completion)) for completion in completions]
-    questions = [[json.loads(place), text] for place, text in zip(entry, texts, strict=True)]
+    pairs = list(zip(entry, texts, strict=True))
+    questions = [[json.loads(place), text] for place, text in pairs if place is not None]
     environment = tuple(ENVIRONMENT.items())
     try:
         ask = find_workers(PROGRAM, workers, time_limit, batch_limit, environment).ask
@@ -78,7 +80,8 @@ def reasoning_gym(
     if log_metric is not None and answers:
         unscored = sum(answer.problem is not None for answer in answers)
         log_metric(f"{NAME}/unscored", unscored / len(answers))
-    return [answer.value for answer in answers]
+    values = iter([answer.value for answer in answers])
+    return [None if place is None else next(values) for place in entry]
 
 
 def check_reasoning(

@@ -59,6 +59,15 @@ _CHECKS: dict[str, Callable[..., None]] = {
 """The checks of a reward's options; each takes them by name."""
 
 
+_TRL = {
+    "accuracy_reward": "math",
+    "reasoning_accuracy_reward": "math",
+    "think_format_reward": "format",
+    "get_soft_overlong_punishment": "length",
+}
+"""Rewards that TRL has, and the built-in ones like them."""
+
+
 @overload
 def build(use: str, **options: Any) -> BuiltIn: ...
 @overload
@@ -73,6 +82,8 @@ def build(use: str | RewardFunction, **options: Any) -> RewardFunction:
     """
     if not isinstance(use, str):
         return bind(callable_name(use), use, options)
+    if hint := _foreign_hint(use):
+        raise InputError(f"unknown reward {use!r}: {hint}")
     function = find("reward", use, rewards)
     # Built-in rewards take every keyword, as TRL's do; a misspelt option must not vanish in them.
     bind(use, function, options, strict=True)
@@ -83,6 +94,17 @@ def build(use: str | RewardFunction, **options: Any) -> RewardFunction:
             raise RewardError(f"rewards.{use}: {error}") from None
     # All of them: a column may have the name of an option, as time_limit in programming contests.
     return bind(use, function, {**default_options(function), **options})
+
+
+def _foreign_hint(use: str) -> str:
+    """What to write for a reward that TRL names so; "" for another."""
+    if use in _TRL:
+        is_factory = use.startswith("get_")
+        name = "" if is_factory else f", and TRL's is trl.rewards:{use}"
+        return f"the built-in one like TRL's is {_TRL[use]!r}{name}"
+    if "/" in use and ":" not in use and not use.endswith(".py"):
+        return "a reward model is called by a function of your own, path/file.py:my_function"
+    return ""
 
 
 def with_lengths(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,11 +19,12 @@ from jaxgrpo.advantages.streams import sums_scored
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.contenders import make_atlases
 from jaxgrpo.config.files import Config
-from jaxgrpo.config.keys import RolloutKeys
+from jaxgrpo.config.keys import EvalKeys, RewardKeys, RolloutKeys
 from jaxgrpo.config.world import COLUMNS, KEYS, Factories
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner, Params, Rollouts, Stream
 from jaxgrpo.data.sources import Rows
+from jaxgrpo.evaluation.evaluate import check_scorer
 from jaxgrpo.rewards import Rewards
 from jaxgrpo.rewards.protocol import Reward, reads_any
 from jaxgrpo.rewards.registry import Preview
@@ -179,14 +181,8 @@ def setup(
         "inputs", lambda: inputs.read_inputs(config, dataset, rollouts, mesh, tools, environment)
     )
     check(run_inputs)
-    rows = () if run_inputs.replay else run_inputs.prompts.rows
-    longest, folder, world = config.rollout.max_completion_tokens, config.folder, run_inputs.world
-    run_rewards = rewarding.resolve_rewards(config.rewards, longest, rewards, rows, folder, world)
-    if not run_rewards:
-        raise InputError(
-            "rewards: missing, and the environment has no get_reward: give at least one, "
-            'rewards = [{ use = "..." }]'
-        )
+    longest, folder = config.rollout.max_completion_tokens, config.folder
+    run_rewards = _make_rewards(config.rewards, config.eval, longest, folder, run_inputs, rewards)
     pretrained, support = run_inputs.pretrained, config.train.support
     sampling = sampling_settings(config.rollout, pretrained, run_inputs.world, support)
     parts = config, pretrained, run_rewards, sampling, advantage, share
@@ -194,6 +190,33 @@ def setup(
     if not samples:
         method = method._replace(memory=method.memory._replace(sampler=0, decode=0))
     return _assemble(config, run_inputs, run_rewards, method, make_learner)
+
+
+def _make_rewards(
+    keys: Sequence[RewardKeys],
+    eval_keys: EvalKeys,
+    max_completion_tokens: int,
+    folder: Path,
+    run_inputs: Inputs,
+    user_rewards: Rewards | None,
+) -> tuple[Reward, ...]:
+    """The rewards of a run, as `rewarding.resolve_rewards` makes them.
+
+    Raises: InputError where there is none, or what judges evaluations cannot judge the rows that
+      these ask.
+    """
+    rows = () if run_inputs.replay else run_inputs.prompts.rows
+    held_out, world, longest = run_inputs.held_out, run_inputs.world, max_completion_tokens
+    rewards = rewarding.resolve_rewards(keys, longest, user_rewards, rows, folder, world)
+    if not rewards:
+        raise InputError(
+            "rewards: missing, and the environment has no get_reward: give at least one, "
+            'rewards = [{ use = "..." }]'
+        )
+    if held_out is not None:
+        scorer = rewarding.resolve_scorer(eval_keys.scorer, keys, longest, rewards)
+        check_scorer(scorer, held_out.rows[: eval_keys.prompts], world is not None)
+    return rewards
 
 
 def _assemble(

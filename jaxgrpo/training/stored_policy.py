@@ -16,11 +16,11 @@ from jax.typing import ArrayLike
 from rich.console import Console
 
 from jaxgrpo.config import files as configs
-from jaxgrpo.config.files import Config, make_config
-from jaxgrpo.config.keys import DataKeys, MeshKeys, RewardKeys, RolloutKeys
+from jaxgrpo.config.files import Config
+from jaxgrpo.config.keys import DataKeys, MeshKeys, RewardKeys, RolloutKeys, config_folder
 from jaxgrpo.config.own_code import python_name
 from jaxgrpo.config.world import World, find_parser
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.core.types import GENERATOR, WEIGHTS, Params
 from jaxgrpo.data import storage
 from jaxgrpo.data.chat import Chat
@@ -130,20 +130,26 @@ def config_for(
         tables["model"].pop("revision", None)
         tables.pop("lora", None)  # merged there
     elif is_config(target):
-        file_config = configs.load(target)
-        tables, source = configs.to_tables(file_config), file_config.source
+        raw, source = configs.read_tables(target)
+        tables = configs.absolute(raw, config_folder(source))
     else:
         tables, is_model = {**DEFAULTS, "model": {"path": os.fspath(target)}}, True
         source = None
     replacements = {name: value for name, value in (changes or {}).items() if value is not None}
     names = configs.flat(replacements)  # they may be nested
-    if "eval.data" in names:  # subset and split are those of the data before
-        eval_keys = tables.get("eval", {})
+    eval_keys = tables.get("eval", {})
+    if "eval.data" in names and isinstance(eval_keys, Mapping):
+        # Subset and split are those of the data before.
         tables["eval"] = {name: eval_keys[name] for name in eval_keys.keys() - {"subset", "split"}}
 
     def config_with(**limits: Any) -> Config:
-        config = make_config(tables, {**limits, **replacements})
-        return configs.from_dict(configs.to_tables(config), overrides, source=source)
+        changed = configs.absolute(tables, Path.cwd())
+        try:
+            configs.replace(changed, {**limits, **replacements}, Path.cwd())
+        except ConfigError:
+            configs.from_dict(changed, overrides, source=source)  # says which table is none
+            raise
+        return configs.from_dict(changed, overrides, source=source)
 
     config = config_with()
     if is_model:

@@ -15,7 +15,7 @@ import quickstarts
 import jaxgrpo
 from jaxgrpo.cli import make_base
 from jaxgrpo.cli.commands import COMMANDS
-from jaxgrpo.cli.main import main
+from jaxgrpo.cli.main import _parser, main
 from jaxgrpo.training.processes.process import EXIT_CODES
 
 
@@ -52,9 +52,14 @@ def test_set_may_be_given_again(capsys):
         ([], "required: COMMAND"),
         (["trian"], "error: unknown command 'trian': did you mean 'train'? Known: advantages, "),
         (["eval", "m", "--samples", "e.jsonl"], "to write answers to a file: --answers FILE"),
+        (["probe", "m", "-n", "many"], "-n/--samples/--num-samples: invalid int value: 'many'\n"),
         (["train"], "required: CONFIG"),
+        (["train", "--set", "a.b=1", "quickstart"], "--set takes all words up to the next opt"),
+        (["rescore", "--rewards", "math", "r"], "required: RUN: --rewards takes all words up to"),
         (["train", "quickstart", "--resume", "never"], "invalid choice: 'never'"),
         (["train", "quickstart", "--resum-e", "auto"], "--resum-e auto: did you mean --resume? "),
+        (["train", "--config", "run.toml"], "arguments: --config: a config stands by itself, as"),
+        (["train", "--config=run.toml"], "required: CONFIG: a config stands by itself, as jaxgrp"),
         (["train", "quickstart", "--lr", "1e-4"], "--lr 1e-4: Keys of the config follow --set, "),
         (["train", "quickstart", "train.steps=3"], "train.steps=3: Keys of the config follow --s"),
         (["report", "r", "--txt"], "usage: jaxgrpo report "),
@@ -69,6 +74,35 @@ def test_set_may_be_given_again(capsys):
 def test_a_wrong_command_line_ends_with_2_and_says_why(argv, message, capsys):
     assert main(argv) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["advantages", "grpo", "--rewards", "-1,0", "-.5,-1"], "rewards", ["-1,0", "-.5,-1"]),
+        (["losses", "clip", "--advantage", "-1,1"], "advantages", "-1,1"),
+        (["serve", "m", "--temperature", "-1e-3"], "temperature", -1e-3),
+    ],
+)
+def test_a_value_may_begin_with_a_minus_sign(words, name, value):
+    assert vars(_parser().parse_args(words))[name] == value
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "sample m --prompts p.jsonl --out",
+        "eval m --answers",
+        "rescore r --rewards length --out",
+        "diff a b --out",
+        "probe m --html",
+        "check grpo --figure",
+        "check grpo --json",
+    ],
+)
+def test_a_file_to_write_may_be_in_the_home_folder(words):
+    options = vars(_parser().parse_args(f"{words}=~/written".split()))
+    assert os.path.expanduser("~/written") in options.values()
 
 
 def test_help_lists_the_commands_and_version_is_the_packages(capsys):

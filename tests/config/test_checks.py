@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from typing import Any
 
 import pytest
 from minimal_config import MINIMAL, keys, problems, read
 
 from jaxgrpo.config import files
-from jaxgrpo.core.errors import InputError, find
+from jaxgrpo.core.errors import ConfigError, InputError, find
 
 
 @pytest.mark.parametrize(
@@ -351,3 +352,30 @@ def test_messages_name_keys_that_exist(repository):
         }
     assert len(mentioned) > 40
     assert mentioned - names == set()
+
+
+def test_the_full_name_of_a_key_in_quotes_is_told_its_table():
+    raw = tomllib.loads(MINIMAL.replace("[model]\npath", '"train.seed" = 3\n"model.path"'))
+    with pytest.raises(ConfigError) as caught:
+        files.from_dict(raw)
+    assert caught.value.problems == (
+        "train.seed: unknown key; write it without quotes, or as train = { seed = ... }",
+        "model.path: unknown key; write it without quotes, or as model = { path = ... }",
+    )
+
+
+def test_an_option_of_an_own_reward_may_be_called_almost_as_a_key():
+    config = read('rewards=[{use="mine:score", height=2, game="go"}]')
+    assert config.rewards[0].options == {"height": 2, "game": "go"}
+    (problem,) = problems('rewards=[{use="mine:score", wieght=2}]')
+    assert problem == "rewards[0].wieght: unknown key; did you mean weight?"
+
+
+def test_a_number_where_a_name_is_expected_is_an_unknown_key():
+    raw: dict[Any, Any] = {**tomllib.loads(MINIMAL), 5: 1}
+    raw["train"][7] = 1
+    with pytest.raises(ConfigError) as caught:
+        files.from_dict(raw)
+    first, second = caught.value.problems
+    assert first.startswith("5: unknown key; there are model, ")
+    assert second.startswith("train.7: unknown key; the keys here are steps, ")

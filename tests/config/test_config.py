@@ -73,7 +73,7 @@ def test_nothing_changes_a_config():
         ('run.dir=""', 'run.dir = "": expected some text'),
         ("model.dtype=float16", 'model.dtype = "float16": expected "float32" or "bfloat16"'),
         ("mesh.platform=gpus", 'mesh.platform = "gpus": expected "auto" or "cpu" or "gpu" or'),
-        ("train=3", "train = 3: expected a table, [train]"),
+        ("train=3", "train = 3: expected a table, [train], as train = { steps = ... }"),
         ("loss.kl=3", 'loss.kl = 3: expected a table, { use = "..." }'),
         ("loss.kl.beta=1", 'loss.kl = {"beta": 1}: names no part; add use = "..."'),
         ("recipe=gropo", "recipe: unknown recipe 'gropo': did you mean 'grpo'?"),
@@ -81,6 +81,8 @@ def test_nothing_changes_a_config():
         ("rewards.0.weigth=1", "rewards[0].weigth: unknown key; did you mean weight?"),
         ("rewards.0.use=arithmetics", "rewards[0]: unknown reward 'arithmetics': did you"),
         ("rewards.0.scale=2", "rewards[0]: rewards.arithmetic: no option 'scale'"),
+        ("rewards.0.use=mine.py", "unknown reward 'mine.py': name its function too, as mine.py:"),
+        ("recipe=mine.py", "recipe: unknown recipe 'mine.py': name its function too, as mine.py:"),
         ("rewards.0.use=mine.py:f", "rewards[0]: there is no file"),
         ('advantage=["sign"]', 'advantage = ["sign"]: expected a list of tables'),
         ('advantage=[{use="sing"}]', "advantage[0]: unknown part 'sing': did you mean 'sign'?"),
@@ -239,6 +241,11 @@ def test_another_part_does_not_inherit_the_options_of_the_one_before():
     assert changed.loss.surrogate == {"use": "gspo"}
     replacement = read("loss.surrogate.use=cispo", "loss.surrogate.high=4.0").loss.surrogate
     assert replacement == {"use": "cispo", "high": 4.0}
+    before = tables(recipe={"use": "grpo", "eps": 1e-4}, rewards=[{"use": "length", "cache": 8}])
+    before["rewards"][0]["weight"] = 2.0
+    replaced = files.from_dict(before, ["recipe.use=sign", "rewards.0.use=arithmetic"])
+    assert (replaced.recipe, replaced.rewards[0].options) == ({"use": "sign"}, {})
+    assert replaced.rewards[0].weight == 2.0
 
 
 def test_another_optimizer_keeps_its_own_options_alone_however_it_is_written():
@@ -336,6 +343,8 @@ def test_an_object_from_python_of_another_kind_is_refused_with_what_to_write(obj
 
 def test_other_keys_of_the_optimizer_are_options_of_the_factory():
     assert read("optimizer.b2=0.95").optimizer.options == {"b2": 0.95}
+    muon = read("optimizer.use=muon", "optimizer.beta=0.9").optimizer  # a name of TRL's too
+    assert muon.options == {"beta": 0.9}
 
 
 def test_paths_begin_at_the_folder_of_the_file_and_those_of_overrides_here(tmp_path, monkeypatch):
@@ -464,6 +473,9 @@ def test_a_file_that_is_not_there_or_not_toml_is_said(tmp_path):
         files.load(tmp_path / "bad.toml")
     with pytest.raises(ConfigError, match="did you mean 'quickstart'"):
         files.load("quickstrat")
+    for name in ("bad", "bad.tml"):
+        with pytest.raises(ConfigError, match=r"no such file; did you mean .*bad\.toml\?"):
+            files.load(tmp_path / name)
     with pytest.raises(ConfigError, match="is a folder; give a TOML file"):
         files.load(tmp_path)
     (tmp_path / "config.toml").touch()

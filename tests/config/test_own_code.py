@@ -8,7 +8,8 @@ from pathlib import Path
 import minimal_config
 import pytest
 
-from jaxgrpo.config.files import from_dict
+from jaxgrpo import advantages
+from jaxgrpo.config.files import from_dict, make_config
 from jaxgrpo.config.own_code import (
     find_source,
     forget_changed,
@@ -221,3 +222,23 @@ def test_an_object_of_python_is_asked_for_where_it_may_be_given_again():
         InputError, match=r"object mine: give it again, .*evaluate\(\.\.\., scorer="
     ):
         load("python:mine")
+
+
+@pytest.mark.parametrize(
+    ("more", "argument"),
+    [
+        ({"rewards": [len]}, "rewards=[...]"),
+        ({"rewards": {"short": len}}, "rewards=[...]"),
+        ({"rewards": [{"use": len}]}, "rewards=[...]"),
+        ({"advantage": advantages.chain(advantages.sum_rewards())}, "advantage=chain(...)"),
+        ({"recipe": advantages.chain(advantages.sum_rewards())}, "advantage=chain(...)"),
+        ({"tools": [len]}, "tools=[...]"),
+        ({"environment": Path}, "environment_factory=..."),
+        ({"environment": {"game": Path}}, "environment_factory=..."),
+    ],
+)
+def test_objects_of_python_in_a_config_are_told_which_argument_takes_them(more, argument):
+    with pytest.raises(ConfigError) as refused:
+        make_config(minimal_config.tables(**more))
+    (problem,) = refused.value.problems
+    assert problem.endswith(f"are given beside the config, train(config, {argument})")

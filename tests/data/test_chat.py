@@ -122,6 +122,8 @@ def test_system_text_and_options_need_a_template_that_reads_them(tokenizer, bare
         chat_with(bare, file, add_generation_prompt=False)
     with pytest.raises(InputError, match=r"kwargs\.tools: the key tools says which there are; l"):
         chat_with(bare, file, tools=[])
+    with pytest.raises(InputError, match=r"thinking = 'False': a text, .* write false without q"):
+        chat_with(bare, file, enable_thinking="False")
 
 
 def test_two_system_messages_are_refused(tokenizer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import minimal_config
@@ -285,3 +286,29 @@ def test_rows_that_differ_and_have_the_same_tokens_are_refused():
     with pytest.raises(InputError, match="the 2 rows differ, but all prompts are the same 2 tok"):
         prepare(["12", "34"], characters(), 9)  # digits are unknown to this tokenizer
     assert prepare(["12", "12"], characters(), 9).dropped == 0
+
+
+@pytest.mark.parametrize(
+    ("image", "is_refused"),
+    [
+        ({"bytes": b"\x89PNG", "path": None}, True),
+        ({"bytes": None, "path": "cat.png"}, True),
+        ([{"bytes": b"\x89PNG", "path": None}], True),
+        (b"\x89PNG", True),
+        (np.zeros((2, 2, 3), np.uint8), True),
+        (SimpleNamespace(getpixel=len), True),
+        ({"bytes": None, "path": None}, False),
+        ([], False),
+        (None, False),
+        ("cat.png", False),
+        (np.int64(3), False),
+    ],
+)
+def test_an_image_that_no_model_would_be_shown_is_refused(image, is_refused):
+    rows = [{"prompt": "x", "answer": "y"}, {"prompt": "x", "answer": "y", "image": image}]
+    assert len(data.load_rows([{**row, "picture": image} for row in rows[:1]], "prompt", "answer"))
+    if not is_refused:
+        assert len(data.load_rows(rows, "prompt", "answer")) == 2
+        return
+    with pytest.raises(InputError, match=r"dataset, row 1: column 'image' holds images, and model"):
+        data.load_rows(rows, "prompt", "answer")

@@ -108,6 +108,13 @@ def test_a_name_with_options_gives_rows_that_the_reward_scores():
     assert numbers == {"reasoning_gym/unscored": 0}
 
 
+def test_rows_of_other_sources_are_not_scored():
+    (row,) = tasks.load("task:reasoning_gym:chain_sum:test?size=1")
+    answers, entries = [row["answer"], "7", row["answer"]], [row["entry"], None, row["entry"]]
+    assert reasoning_gym(answers, entries) == [1.0, None, 1.0]
+    assert reasoning_gym(["7"], [None]) == [None]
+
+
 @pytest.mark.parametrize(
     "text",
     ["<answer>7</answer>", "a<answer> 7\n</answer>b<answer>\n 8 9 </answer>", "<answer></answer>",

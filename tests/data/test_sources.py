@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import datasets
+import minimal_config
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -145,6 +146,18 @@ def test_a_folder_gives_the_split_asked_for(folder):
     assert read_rows(read(Source(str(folder)))) == ROWS[1:]
 
 
+def test_a_folder_may_be_called_as_a_file_is(tmp_path):
+    folder = tmp_path / "rows.parquet"  # as Spark writes it
+    folder.mkdir()
+    (folder / "_SUCCESS").touch()
+    pq.write_table(pa.Table.from_pylist(ROWS), folder / "part-0.parquet")
+    assert read_rows(read(Source(str(folder)))) == ROWS
+    config = minimal_config.read(f"data.path={folder}", "data.split=train")
+    assert config.data.path == str(folder)
+    (problem,) = minimal_config.problems(f"data.path={folder}", "data.revision=main")
+    assert problem.startswith("data.revision: ")
+
+
 @pytest.mark.parametrize("name", ["../secret.txt", "{above}/secret.txt"])
 def test_a_folder_whose_description_names_files_elsewhere_is_refused(folder, name):
     (folder.parent / "secret.txt").write_text("a\nb\n")
@@ -250,9 +263,6 @@ def test_a_folder_that_holds_no_rows_is_said_in_one_message(tmp_path):
 def test_a_source_that_is_none_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"no.jsonl' does not exist \(looked for .*no.jsonl\)"):
         read(Source(str(tmp_path / "no.jsonl")))
-    (tmp_path / "folder.csv").mkdir()
-    with pytest.raises(InputError, match="is a folder"):
-        read(Source(str(tmp_path / "folder.csv")))
     with pytest.raises(InputError, match=r"does not exist: give a .jsonl, .csv or .parquet file, "):
         read(Source(str(tmp_path / "rows")))
     (tmp_path / "rows.txt").touch()
@@ -302,6 +312,14 @@ def test_a_column_that_the_format_of_a_data_set_hides_is_not_read():
     rows = datasets.Dataset.from_dict({"prompt": ["a"], "score": np.array([0.1], np.float32)})
     assert read_rows(from_python(rows)) == [{"prompt": "a", "score": 0.1}]
     assert read_rows(from_python(rows.with_format(columns=["prompt"]))) == [{"prompt": "a"}]
+
+
+def test_images_of_a_data_set_are_refused_before_they_are_decoded():
+    kinds = {"prompt": datasets.Value("string"), "images": [datasets.Image()]}
+    columns = {"prompt": ["a"], "images": [[{"bytes": b"no image", "path": None}]]}
+    rows = datasets.Dataset.from_dict(columns, datasets.Features(kinds))
+    with pytest.raises(InputError, match="dataset: column 'images' holds images, and models are"):
+        from_python(rows)
 
 
 def test_values_of_numpy_are_of_the_kinds_of_python():

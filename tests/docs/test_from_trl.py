@@ -21,7 +21,9 @@ OWN_FIELDS = """
     learning_rate model_init_kwargs trust_remote_code router_aux_loss_coef disable_dropout
     cast_lm_head_to_fp32 remove_unused_columns num_generations num_generations_eval
     max_completion_length ds3_gather_for_generation shuffle_dataset pad_to_multiple_of
-    generation_batch_size steps_per_generation temperature top_p top_k min_p generation_kwargs
+    generation_batch_size st        options = {f"optimizer.{option}" for option in ("b1", "b2", "eps", "weight_decay")}
+        assert {*named} - options <= KEYS
+_per_generation temperature top_p top_k min_p generation_kwargs
     chat_template_kwargs repetition_penalty cache_implementation use_vllm vllm_mode
     vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url
     vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port
@@ -118,6 +120,8 @@ def test_the_third_column_names_our_keys_or_nothing(page):
         ("optimizer.adam_beta2=0.9", "optimizer.b2"),
         ("max_completion_length=256", "rollout.max_completion_tokens"),
         ("train.output_dir=runs", "run.dir"),
+        ("train.weight_decay=0.0", "optimizer.weight_decay"),
+        ("rollout.steps_per_generation=2", "train.minibatches"),
     ],
 )
 def test_a_name_of_trls_is_refused_with_ours(override, suggestion):
@@ -128,9 +132,18 @@ def test_a_name_of_trls_is_refused_with_ours(override, suggestion):
 def test_names_of_trls_lead_to_keys_that_exist():
     for name, answer in TRL.items():
         named = re.findall(r"\b[a-z]+\.[a-z_0-9]+", answer.split(" = ")[0])
-        assert {key for key in named if not re.fullmatch(r"optimizer\.(b1|b2|eps)", key)} <= KEYS
+        options = {f"optimizer.{option}" for option in ("b1", "b2", "eps", "weight_decay")}
+        assert {*named} - options <= KEYS
         first = re.split(r"[ .,]", answer)[0]
         assert first in TABLES, name
+
+
+def test_every_name_with_a_key_of_ours_is_answered_with_one(page):
+    for section in ("GRPOConfig", "TrainingArguments"):
+        for cells in rows(page, section):
+            name = re.fullmatch(r"`(\w+)`", cells[0])
+            if name is not None and len(cells) == 4 and cells[2] != "–":
+                assert name[1] in TRL or f"`{name[1]}`" in re.sub(r"`\w+\.", "`", cells[2])
 
 
 def test_the_head_in_float32_is_a_key_of_ours_too(page):

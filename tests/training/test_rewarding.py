@@ -9,16 +9,18 @@ import pytest
 import small_run
 from judging_program import Letters
 
+from jaxgrpo.cli.inference import evaluate
 from jaxgrpo.config.world import make_world
 from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.models.hf import folders
 from jaxgrpo.planning import preview
 from jaxgrpo.rewards import Reward, RewardError, RewardLog
 from jaxgrpo.rollout import judging
-from jaxgrpo.training import loop
+from jaxgrpo.training import loop, setup
 from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.rewarding import resolve_rewards, with_logged
+from jaxgrpo.training.stored_policy import StoredPolicy
 
 pytestmark = pytest.mark.slow
 
@@ -177,6 +179,9 @@ def test_a_dry_run_ends_with_what_a_reward_raises(tmp_path, capsys):
         ({"use": "length", "cache": 25}, "cache = 25: more than max_tokens = 24"),
         ({"use": "format", "pattern": "("}, "is no regular expression"),
         ({"use": "gsm8k_answr"}, "unknown reward 'gsm8k_answr': did you mean 'gsm8k_answer'?"),
+        ({"use": "accuracy_reward"}, "is 'math', and TRL's is trl.rewards:accuracy_reward"),
+        ({"use": "trl.rewards.my_reward"}, "of a module is named trl.rewards:my_reward; Known: "),
+        ({"use": "owner/reward-model"}, "a reward model is called by a function of your own, p"),
     ],
 )
 def test_a_wrong_reward_is_a_problem_of_the_config(reward, message, tmp_path):
@@ -279,3 +284,32 @@ def test_a_process_without_a_group_has_no_texts():
     tokenizer = folders.read_tokenizer(small_run.base())
     none = np.zeros((0, 5), np.int32)
     assert judging.decode_texts(tokenizer, judging.completion_ids(none, none > 0)) == []
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        ("arithmetics", "unknown reward 'arithmetics': did you mean 'arithmetic'"),
+        (f"{__file__}:leveled", "rows that are asked: rewards.leveled asks for 'level', whi"),
+        (None, "rows that are asked: rewards.leveled asks for 'level', which does not exist"),
+    ],
+)
+def test_what_cannot_judge_the_held_out_rows_is_refused_before_weights_are_read(
+    use, message, tmp_path, monkeypatch
+):
+    file = tmp_path / "asked.jsonl"
+    file.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    rewards = [{"use": f"{__file__}:leveled"}]  # the rows of the task have levels
+    keys = {"eval.data": str(file), "rewards": rewards} | ({"eval.scorer": use} if use else {})
+    monkeypatch.setattr(setup, "_read_learner", None)
+    with pytest.raises(InputError, match=message):
+        preview.dry_run(small_run.config(tmp_path / "r", **keys))
+    with pytest.raises(InputError, match=message):
+        loop.train(small_run.config(tmp_path / "r", **keys))
+    monkeypatch.setattr(StoredPolicy, "read_params", None)
+    with pytest.raises(InputError, match=message):
+        evaluate(small_run.base(), data=str(file), scorer=use or leveled)
+
+
+def leveled(completions, level):
+    return [0.0] * len(completions)

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import small_run
+from minimal_config import MINIMAL
 
 from jaxgrpo.cli.make_base import base_config
 from jaxgrpo.config import files
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.models.hf import families, texts
 from jaxgrpo.training import pretrained
 from jaxgrpo.training.stored_policy import LIMITS, NO_REWARD, config_for
@@ -104,3 +105,16 @@ def test_a_shipped_config_is_read_by_its_name_unless_a_folder_has_that_name(tmp_
 def test_a_run_keeps_the_limits_of_its_config(tmp_path):
     file = small_run.write(tmp_path / "run.toml", tmp_path / "r")
     assert limits(config_for(str(file))) == (8, 24)
+
+
+def test_overrides_complete_a_config_as_they_do_where_it_is_trained(tmp_path):
+    file, keys = tmp_path / "run.toml", ["model.path=base", "data.path=task:sums:test"]
+    incomplete = MINIMAL.replace('path = "base"\n', "").replace("task:arithmetic:train", "a.jsonl")
+    file.write_text(incomplete)
+    assert config_for(str(file), {"eval.samples": 3}, keys).eval.samples == 3
+    assert config_for(str(file), {}, keys) == files.load(file, keys)
+    with pytest.raises(ConfigError, match="run.toml: 2 problems"):
+        config_for(str(file))
+    file.write_text("rollout = 3\n" + incomplete.replace("[rollout]", "[rolled]"))
+    with pytest.raises(ConfigError, match="rollout = 3: expected a table"):
+        config_for(str(file), {"rollout.top_k": 4}, keys)

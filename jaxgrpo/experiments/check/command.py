@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from jaxgrpo.config import own_code
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data.storage import write_atomically
 from jaxgrpo.experiments.check import targets
@@ -35,7 +36,7 @@ def main(method: str, *, as_json: bool | str = False, figure: str | None = None)
     Raises: InputError that says why a method cannot be checked, or a file cannot be written.
     """
     file = as_json if isinstance(as_json, str) else None
-    check_writable(file, figure)
+    check_writable(file, figure, inputs=[method, own_code.named_file(method)])
     if figure is not None and Path(figure).suffix.lower() not in PICTURES:
         raise InputError(f"--figure {figure}: name a file that ends with .png or .svg")
     if figure is not None:

@@ -72,6 +72,9 @@ def probe(
     Raises: InputError before anything is sampled, if an argument cannot be used.
     """
     own_code.forget_changed()
+    if isinstance(methods, str):
+        names = split_names(methods)
+        raise InputError(f"methods = {methods!r}: give a list of names, as {names!r}")
     if methods:
         refuse_with_methods(samples=samples, prompts=prompts)
         return atlas.probe_atlas(target, methods, data, reward, (), overrides)
@@ -102,7 +105,7 @@ def main(
 
     Raises: InputError before anything is sampled, if an argument cannot be used.
     """
-    outs = check_writable(html_out)
+    outs = check_writable(html_out, inputs=[target, data])
     if html_out:
         check_can_draw(f"{html_out} needs", "leave --html out")
     console = Console(highlight=False)

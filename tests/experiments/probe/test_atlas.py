@@ -37,6 +37,7 @@ def refused(tmp_path, methods, message, **options):
     ("methods", "message"),
     [
         (["grpo"], "give two or more"),
+        ("grpo,sign", r"give a list of names, as \['grpo', 'sign'\]"),
         (["grpo", "gpro"], "no recipe is called 'gpro': did you mean 'grpo'"),
         (["grpo", "grpo"], "grpo is there twice"),
         (["grpo", "optimizer.learning_rate=1"], "is no part of a method"),
