@@ -78,7 +78,7 @@ def open_run(
       setup_options: of `setup` beside the config.
       resume, devices_line, shown: as in `loop.take`.
     """
-    process.broadcast(lambda: refuse_moved(config) if resume else None)
+    process.broadcast(lambda: refuse_moved(config.source, config.run.dir) if resume else None)
     start = functools.partial(fingerprints.config_facts, config)
     fingerprints.refuse_other_start(start, config.teachers, config.scorer_name)
     folder = stack.enter_context(RunFolder(config.run.dir, resume=resume))
@@ -114,21 +114,24 @@ def open_run(
     )
 
 
-def refuse_moved(config: Config) -> None:
+def refuse_moved(source: Path | None, path: str) -> None:
     """Refuses to continue the run of a folder whose config names another folder: it was moved or
     copied, or its run.dir is relative and the command comes from another working directory. A run
     would begin there again, or the one there would go on.
 
+    Args:
+      source: the config's file, if it has one.
+      path: the config's run.dir.
+
     Raises: InputError, unless run.dir is not what the file says, as where --set gives it.
     """
-    source, path = config.source, config.run.dir
     if source is None or source.name != "config.toml" or storage.is_url(path):
         return
     home, folder = source.parent, Path(storage.place(path))
     is_of_run = (home / "metrics.jsonl").is_file() and (home / "checkpoints").is_dir()
     if not is_of_run or folder.resolve() == home.resolve():
         return
-    if configs.read_tables(source)[0]["run"]["dir"] == path:
+    if configs.read_tables(source)[0].get("run", {}).get("dir") == path:
         raise InputError(
             f"{source} is of the run in {home}, and its run.dir = {path} is {folder}: add --set "
             f"run.dir={shlex.quote(str(home))} to continue the run in {home}; for a run in "

@@ -21,9 +21,7 @@ OWN_FIELDS = """
     learning_rate model_init_kwargs trust_remote_code router_aux_loss_coef disable_dropout
     cast_lm_head_to_fp32 remove_unused_columns num_generations num_generations_eval
     max_completion_length ds3_gather_for_generation shuffle_dataset pad_to_multiple_of
-    generation_batch_size st        options = {f"optimizer.{option}" for option in ("b1", "b2", "eps", "weight_decay")}
-        assert {*named} - options <= KEYS
-_per_generation temperature top_p top_k min_p generation_kwargs
+    generation_batch_size steps_per_generation temperature top_p top_k min_p generation_kwargs
     chat_template_kwargs repetition_penalty cache_implementation use_vllm vllm_mode
     vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url
     vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port

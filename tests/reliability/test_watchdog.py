@@ -252,11 +252,15 @@ def test_a_command_without_steps_ends_where_its_output_is_read_no_more(monkeypat
 def test_what_ends_a_run_is_not_lost_where_its_output_is_read_no_more(monkeypatch):
     display = Display(9, 2, active=True)
     reader, writer = os.pipe()
+
+    def fail() -> None:
+        os.close(reader)
+        raise ValueError("no grader")
+
     with os.fdopen(writer, "w") as unread, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", unread)
         with pytest.raises(ValueError, match="no grader"), display.showing_bar():
-            os.close(reader)
-            raise ValueError("no grader")
+            fail()
 
 
 def test_a_thread_that_watches_survives_that_its_output_is_read_no_more(monkeypatch):

@@ -286,6 +286,6 @@ def test_the_drift_is_the_policys_alone(logp, fields):
     policy = Drift(sequential(), 2, 3, rank).watch()
     assert policy.bring is not None
     state = policy.init(ROWS, SEED)
-    assert np.isnan(policy.bring(state, None, drawn_behind([5, 6], logp))[DRIFT]).all()
+    assert np.isnan(policy.bring(state, {}, drawn_behind([5, 6], logp))[DRIFT]).all()
     state = policy.observe(state, drawn_behind([5, 6], logp, **fields))
-    assert policy.bring(state, None, drawn_behind([4], -0.5))[DRIFT].tolist() == [0.0]
+    assert policy.bring(state, {}, drawn_behind([4], -0.5))[DRIFT].tolist() == [0.0]

@@ -55,6 +55,10 @@ def files_are_read_again(monkeypatch):
     monkeypatch.setattr(opening, "setup", read_again)
 
 
+def refuse(config):
+    opening.refuse_moved(config.source, config.run.dir)
+
+
 def test_the_config_of_a_run_that_was_moved_begins_no_other_run(tmp_path, monkeypatch):
     """Nor does one whose run.dir is relative, from another working directory."""
     monkeypatch.chdir(tmp_path)
@@ -62,19 +66,19 @@ def test_the_config_of_a_run_that_was_moved_begins_no_other_run(tmp_path, monkey
     (run / "checkpoints").mkdir(parents=True)
     (run / "metrics.jsonl").touch()
     (run / "config.toml").write_text(MINIMAL)
-    opening.refuse_moved(files.load(run / "config.toml"))
+    refuse(files.load(run / "config.toml"))
     monkeypatch.chdir("/")
     message = f"run.dir = runs/x is /runs/x: add --set run.dir={run} to continue the run in {run};"
     with pytest.raises(InputError, match=message):
-        opening.refuse_moved(files.load(run / "config.toml"))
+        refuse(files.load(run / "config.toml"))
     monkeypatch.chdir(tmp_path)
     run.rename(moved)
     with pytest.raises(InputError, match=f"is {run}: add --set run.dir={moved} to continue"):
-        opening.refuse_moved(files.load(moved / "config.toml"))
+        refuse(files.load(moved / "config.toml"))
     for folder in (moved, "runs/new"):
-        opening.refuse_moved(files.load(moved / "config.toml", [f"run.dir={folder}"]))
+        refuse(files.load(moved / "config.toml", [f"run.dir={folder}"]))
     moved.joinpath("config.toml").rename(tmp_path / "config.toml")
-    opening.refuse_moved(files.load(tmp_path / "config.toml"))
+    refuse(files.load(tmp_path / "config.toml"))
 
 
 @pytest.fixture(scope="module")

@@ -241,7 +241,7 @@ def test_a_resumed_replay_goes_on_with_its_files_and_no_others(files, tmp_path, 
     named = tmp_path / "r" / "replay.json"
     named.rename(tmp_path / "replay.json")
     for again in (files, None):
-        with pytest.raises(InputError, match="its replay.json, which names them, is gone: put it"):
+        with pytest.raises(InputError, match=r"replay\.json, which names them, is gone: put it"):
             loop.train(run_config, rollouts=again, resume="auto")
     (tmp_path / "replay.json").rename(named)
     for wrong in (files[:1], files[::-1], None):

@@ -113,7 +113,7 @@ def test_overrides_complete_a_config_as_they_do_where_it_is_trained(tmp_path):
     file.write_text(incomplete)
     assert config_for(str(file), {"eval.samples": 3}, keys).eval.samples == 3
     assert config_for(str(file), {}, keys) == files.load(file, keys)
-    with pytest.raises(ConfigError, match="run.toml: 2 problems"):
+    with pytest.raises(ConfigError, match=r"run\.toml: 2 problems"):
         config_for(str(file))
     file.write_text("rollout = 3\n" + incomplete.replace("[rollout]", "[rolled]"))
     with pytest.raises(ConfigError, match="rollout = 3: expected a table"):
