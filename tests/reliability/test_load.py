@@ -52,11 +52,13 @@ def test_500_steps_take_no_more_memory_descriptors_threads_or_programs_than_100(
     assert slope * (STEPS - WARM_UP) < 20_000, f"{slope:.1f} kB a step"
     for name, values in zip(("descriptors", "threads", "arrays", "programs"), counts, strict=True):
         halves = values[: len(values) // 2], values[len(values) // 2 :]
-        if name == "threads":  # a save under way has one that ends with it; what stays shows
+        if name == "threads":
+            # A save under way has one that ends with it; what stays shows. A pool begins one more
+            # when it is first needed: over 1,500 steps no second came. One of each save were four.
             before, after = map(np.median, halves)
         else:
             before, after = (half.max() for half in halves)
-        assert after <= before + (name in ("descriptors", "arrays")), (name, values.tolist())
+        assert after <= before + (name != "programs"), (name, values.tolist())
     lines = faulty_runs.lines(tmp_path / "r")
     assert len({line["update/micro_batches"] for line in lines}) > 1
     assert len({line["completions/mean_length"] for line in lines}) > 50

@@ -26,8 +26,10 @@ REPAIRED = ("--resume", "auto", "--set", "run.allow_changes=['code']")
 # What is opened by its path from then on is on a mount that may only be read; the lock stays open.
 TURN = """
 if step == 2 and not is_called_to_try:
-    for more in (["--bind"], ["-o", "remount,bind,ro"]):
-        subprocess.run(["mount", *more, {folder!r}, {folder!r}], check=True)
+    subprocess.run(["mount", "--bind", {folder!r}, {folder!r}], check=True)
+    turn = ["mount", "-o", "remount,bind,ro", {folder!r}, {folder!r}]
+    while subprocess.run(turn, capture_output=True).returncode:  # busy: a step is being saved
+        time.sleep(0.01)
 """
 FAIL = """
 if step == 2 and not is_called_to_try:
@@ -38,7 +40,7 @@ if step == 2 and not is_called_to_try:
 
 def write(base: Path, home: Path, harm: str = "", /, **changes: Any) -> Path:
     changes = {"train.steps": STEPS, "run.rollouts_every": 1, **changes}
-    return faulty_runs.write(base, home, harm, "import subprocess", **changes)
+    return faulty_runs.write(base, home, harm, "import subprocess, time", **changes)
 
 
 def mount(*options: Any) -> None:
@@ -139,7 +141,8 @@ def test_a_run_whose_folder_becomes_read_only_says_where_and_continues(
     finally:
         unmount(tmp_path / "r")
     last = errors.splitlines()[-1]
-    assert f"{tmp_path / 'r' / 'metrics.jsonl'}: Read-only file system; let it be written" in last
+    assert str(tmp_path / "r") in last
+    assert "Read-only file system; let it be written" in last
     assert "make space" not in last
     file = write(base, tmp_path, **changes)
     continue_to_the_end(start, file, tmp_path / "r", straight)
