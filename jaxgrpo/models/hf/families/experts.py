@@ -72,7 +72,8 @@ def _qwen3_moe(fields: Fields) -> dict[str, Any]:
     number = "num_local_experts" if "num_local_experts" in fields.content else "num_experts"
     width = fields.take("moe_intermediate_size", "size", 768)
     experts = read_experts(fields, number, 128, width, top_k=8)
-    if fields.take("num_experts", "size", experts.number) != experts.number:
+    is_twice = number != "num_experts" and fields.content.get("num_experts") is not None
+    if is_twice and fields.take("num_experts", "size", experts.number) != experts.number:
         fields.refuse("num_experts", f"expected num_local_experts = {experts.number}, or none")
     config |= {**attention_bias(fields), **uniform(turn, window), "query_key_norm": "head"}
     return with_feeds(config, sparse_feeds(fields, config["num_layers"], experts))
