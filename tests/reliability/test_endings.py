@@ -57,13 +57,14 @@ SOON = {"raises"}
 )
 def test_a_run_that_ends_early_says_why_in_a_few_lines(name, tmp_path, capfd, space):
     harm, code, reason = ENDINGS[name]
-    saved = tmp_path / "r" / "checkpoints" / "2"
+    run = tmp_path / "r"
+    saved = run / "checkpoints" / "2"
 
     def reward(completions, trainer_state, **columns):
         values = [float(len(text)) for text in completions]
         if trainer_state.global_step >= 2 and len(completions) > 2:
-            if trainer_state.global_step == 2:
-                wait_until(saved.exists)  # it is saved while the next is sampled
+            if trainer_state.global_step == 2:  # it is saved while the next is sampled
+                wait_until(lambda: saved.exists() or not run.exists())  # as in a second part
             values[:1] = harm(tmp_path / "r") or values[:1]
         return values
 
