@@ -87,8 +87,7 @@ class Request(NamedTuple):
     """the sample's tokens are computed in chunks, as its prompt's are, and not fed one by one"""
     state: State = None  # of `SamplingSettings.answering`, as `Rules.reset` gives it
     drawn: int = 0
-    """so many of the last tokens were drawn, as those of this turn are: a stop string may begin in
-    them"""
+    """how many of the last tokens were drawn, in another sample: a stop string may begin in them"""
 
 
 class Answered(NamedTuple):

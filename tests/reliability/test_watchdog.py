@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import resource
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -213,6 +215,15 @@ def test_a_thread_that_fails_beside_a_run_is_told_in_a_line(capfd):
     assert "test_watchdog.py, line " in line
 
 
+@contextlib.contextmanager
+def piped_output() -> Iterator[int]:
+    """Within it stdout is a pipe; gives the end that reads it."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        yield reader
+
+
 @pytest.mark.parametrize("first", ["the watch", "the run"])
 def test_a_run_whose_output_is_read_no_more_stops_after_its_step(first, monkeypatch):
     """The thread that watches it may be the first to print: it would take that for its own end."""
@@ -220,10 +231,8 @@ def test_a_run_whose_output_is_read_no_more_stops_after_its_step(first, monkeypa
     now = [0.0]
     display = Display(9, 2, active=True, clock=lambda: now[0])
     now[0] += console.SILENCE
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w") as unread, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", unread)
+    with piped_output() as reader:
+        os.close(reader)
         with process.stop_signals():
             assert not process.stop_requested(3)
             if first == "the watch":
@@ -238,38 +247,32 @@ def test_a_run_whose_output_is_read_no_more_stops_after_its_step(first, monkeypa
     assert process.guard(stop) == 141
 
 
-def test_a_command_without_steps_ends_where_its_output_is_read_no_more(monkeypatch):
+def test_a_command_without_steps_ends_where_its_output_is_read_no_more():
     display = Display(9, 2, active=True)
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w") as unread, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", unread)
+    with piped_output() as reader:
+        os.close(reader)
         with pytest.raises(SystemExit) as ended:
             display.say("a line")
         assert isinstance(ended.value.__context__, BrokenPipeError)
 
 
-def test_what_ends_a_run_is_not_lost_where_its_output_is_read_no_more(monkeypatch):
+def test_what_ends_a_run_is_not_lost_where_its_output_is_read_no_more():
     display = Display(9, 2, active=True)
-    reader, writer = os.pipe()
+    with piped_output() as reader:
 
-    def fail() -> None:
-        os.close(reader)
-        raise ValueError("no grader")
+        def fail() -> None:
+            os.close(reader)
+            raise ValueError("no grader")
 
-    with os.fdopen(writer, "w") as unread, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", unread)
         with pytest.raises(ValueError, match="no grader"), display.showing_bar():
             fail()
 
 
-def test_a_thread_that_watches_survives_that_its_output_is_read_no_more(monkeypatch):
+def test_a_thread_that_watches_survives_that_its_output_is_read_no_more():
     """Of a run in a thread, which no signal stops."""
     display = Display(9, 2, active=True)
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w") as unread, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", unread)
+    with piped_output() as reader:
+        os.close(reader)
         display.under_way("step 3: sample", console.FIRST)
 
 

@@ -183,8 +183,7 @@ class Table:
             number = self._begin[at] - self.length[at]  # of the reply
             chunked[at] = number if number >= self._least_chunked else 0
             limit[at] = self._begin[at] + request.limit
-            self._since[at], self._searched[at], self._is_cut[at] = segment, 0, False
-            self._earlier[at] = request.tokens[len(request.tokens) - request.drawn :]
+            self._await_strings(at, request, segment)
         self._replies = []
         tokens = _padded(fed, places, self.settings.max_completion_tokens)
         return Replies(leaves, goes_on, start, tokens, chunked, limit)
@@ -220,10 +219,9 @@ class Table:
                 for place, request in party.requests.items():
                     new[bin_, place] = group, request
         for place, (group, request) in new.items():
-            self._since[place], self._searched[place], self._is_cut[place] = segment, 0, False
+            self._await_strings(place, request, segment)
             self._begin[place] = len(request.tokens) - len(group.prompt)
             self._start[place] = request.offset - self._begin[place]
-            self._earlier[place] = request.tokens[len(request.tokens) - request.drawn :]
         return self._entries(new) if new else None
 
     def fill(self, rows: Rows) -> list[list[Filling]] | None:
@@ -273,6 +271,11 @@ class Table:
             assert party.row is not None
             rows.release(bin_, party.row)
             self._parties[bin_].remove(party)
+
+    def _await_strings(self, at: tuple[int, int], request: Request, segment: int) -> None:
+        """From this segment on the request's tokens, none so far, are searched for stop strings."""
+        self._since[at], self._searched[at], self._is_cut[at] = segment, 0, False
+        self._earlier[at] = request.tokens[len(request.tokens) - request.drawn :]
 
     def stops(self, drawn: Drawn, segment: int) -> np.ndarray:
         """After how many tokens stop strings end samples, [D, M]; -1: not this one.
