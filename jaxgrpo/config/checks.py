@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxgrpo import advantages, losses, rewards
-from jaxgrpo.config import keys, methods, scoring, world
+from jaxgrpo.config import keys, methods, precision, scoring, world
 from jaxgrpo.config.keys import Part, RewardKeys, part_options
 from jaxgrpo.config.own_code import is_reference, named_file
 from jaxgrpo.config.ranges import LARGEST, wandb_problem
@@ -51,7 +51,7 @@ def check(values: Values) -> Iterator[str]:
     yield from _method(values, parts)
     yield from _refill(values, parts)
     yield from _rewards(values, parts)
-    checks = (_updates, _evaluation, _loss, _sampling, _early_stop, _resets)
+    checks = (_updates, _evaluation, _loss, _sampling, precision.check, _early_stop, _resets)
     for find_problems in (*checks, scoring.check, world.check, _data, _template, _lora):
         yield from find_problems(values)
     yield from wrong_parts
@@ -277,12 +277,6 @@ def _sampling(values: Values) -> Iterator[str]:
             "trainer's of the whole one, so their ratio is off by the probability cut away; set "
             'train.support = "replay" with a rollout.top_k, so that both are of the cut one, or '
             'loss.proximal = "trainer", or sample from all tokens'
-        )
-    cache_dtype, model_dtype = values.get("rollout.kv_cache_dtype"), values.get("model.dtype")
-    if cache_dtype == "float32" and model_dtype == "bfloat16":
-        yield (
-            'rollout.kv_cache_dtype = "float32": keys and values come in model.dtype = "bfloat16", '
-            "so that a wider cache would take twice the memory and change no sample; leave it out"
         )
     min_tokens = rollout["min_completion_tokens"]
     max_tokens = values.get("rollout.max_completion_tokens")

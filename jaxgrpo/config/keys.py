@@ -69,6 +69,8 @@ class ModelKeys:
     dtype: str = key("float32", choices=("float32", "bfloat16"))  # of the forward pass; the
     # weights that are trained are float32
     float32_head: bool = key(False)  # last norm, output head and logits, in sampling too
+    float32_activations: bool = key(False)  # residuals, norms and inputs of products, likewise
+    float32_attention: bool = key(False)  # and, with these, queries, keys and values
     attention: str = key("auto", choices=("auto", "xla", "splash", "cudnn"))  # of rows and prompts
 
 

@@ -49,6 +49,8 @@ class ModelTable(TypedDict, total=False):
     text_only: bool
     dtype: Floats
     float32_head: bool
+    float32_activations: bool
+    float32_attention: bool
     attention: Kernel
 
 

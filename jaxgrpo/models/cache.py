@@ -61,8 +61,13 @@ class Ring(NamedTuple):
 
 
 def cache_dtype(setting: str, config: ModelConfig) -> str:
-    """The dtype of a model's keys and values while it decodes, as rollout.kv_cache_dtype asks."""
-    return {"auto": config.dtype, "fp8": FP8}.get(setting, setting)
+    """The dtype of a model's keys and values while it decodes, as rollout.kv_cache_dtype asks.
+
+    "auto": that of queries, keys and values as they are computed, in sampling and training.
+    """
+    wide = str(jnp.promote_types(config.dtype, jnp.float32))
+    computed = wide if config.float32_attention else config.dtype
+    return {"auto": computed, "fp8": FP8}.get(setting, setting)
 
 
 def narrowed(x: Array, dtype: jnp.dtype) -> Array:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxgrpo.models.api import LAYERS, AttentionKind, DeltaKind, ExpertsKind, LayerKind, Model
+from jaxgrpo.models.cache import cache_dtype
 from jaxgrpo.models.decoder import Remat
 from jaxgrpo.models.recurrence import CHUNK
 
@@ -135,6 +136,7 @@ def activations(model: Model, remat: Remat) -> int:
     """Bytes of a token in an update: what layers keep, and a period of them at work.
 
         kept = layers x (what remat says) + periods x hidden states, in the model's dtype
+               or in float32 (`float32_activations`)
         work = 4 x (E of all layers of a period + E of one of them), values and gradients in float32
         E    = 2 hidden + 2 outputs of the linear maps, 2 hidden at each expert, recurrence
 
@@ -145,15 +147,22 @@ def activations(model: Model, remat: Remat) -> int:
     "dots" 18 kB more for each layer (25 here), "none" about 97 kB (106 here, in float32).
     """
     config, size = model.config, jnp.dtype(model.config.dtype).itemsize
+    # With float32_activations products are of two pieces, both kept by "dots".
+    wide, copies = (max(4, size), 2) if config.float32_activations else (size, 1)
+    attended_size = jnp.dtype(cache_dtype("auto", config)).itemsize
     attended, outputs = config.num_heads * config.head_dim, [*layer_outputs(model)]
-    inputs = config.hidden_size * size * (remat in ("full", "attention"))
+    inputs = config.hidden_size * wide * (remat in ("full", "attention"))
     periods = [[layer] for layer in outputs if layer.part != "blocks"]
     repeated = [layer for layer in outputs if layer.part == "blocks"]
     periods += [[layer] for layer in repeated] if remat == "none" else [repeated] * bool(repeated)
 
     def layer_bytes(layer: Outputs) -> int:
         by_attention = attended * isinstance(layer.kind.mixer, AttentionKind)
-        saved = {"full": 0, "attention": by_attention * size, "dots": layer.products * size}
+        saved = {
+            "full": 0,
+            "attention": by_attention * attended_size,
+            "dots": layer.products * wide * copies,
+        }
         return saved.get(remat, 4 * layer.numbers)
 
     def recurring(layer: Outputs) -> int:

@@ -46,10 +46,10 @@ from jaxgrpo.models.layers import (
     Embedding,
     RMSNorm,
     rotary_angles,
-    scaled_by,
     turned_dims,
     wide_dtype,
 )
+from jaxgrpo.models.products import rounded
 from jaxgrpo.models.sharding import OnMesh, on_one_device
 
 Axes = tuple[str | None, ...]
@@ -143,9 +143,8 @@ def build(
     def apply(
         params: Params, tokens: Array, positions: Array, caller: Caller, memory: Any
     ) -> tuple[Array, Any]:
-        hidden = _looked_up(modules["embed"].bind(params["embed"]), tokens, constrain)
-        dtype = None if config.exact_embedding_scale else hidden.dtype
-        hidden = lay_out(scaled_by(hidden, np.asarray(config.embedding_scale, dtype)))
+        embedding = modules["embed"].bind(params["embed"])
+        hidden = lay_out(embedding.scaled(_looked_up(embedding, tokens, constrain)))
         turned = {mixer.rope: mixer.positioned(config.head_dim) for mixer in config.attention}
         wide = wide_dtype(config)
         angles = {rope: rotary_angles(positions, rope, size, wide) for rope, size in turned.items()}
@@ -159,7 +158,8 @@ def build(
         hidden, memory = _through(config, layers, params, hidden, memory, remat)
         if config.float32_head:
             hidden = hidden.astype(wide_dtype(config))
-        return modules["final_norm"].bind(params["final_norm"])(hidden), memory
+        hidden = modules["final_norm"].bind(params["final_norm"])(hidden)
+        return hidden if config.float32_head else rounded(hidden, config.dtype), memory
 
     def unembed(params: Params, hidden: Array) -> Array:
         table = params["embed" if config.tie_embeddings else "head"]

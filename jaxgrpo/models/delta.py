@@ -17,8 +17,10 @@ from jax import Array
 
 from jaxgrpo.models import recurrence
 from jaxgrpo.models.api import Constrain, DeltaKind, ModelConfig, Recur
+from jaxgrpo.models.cache import cache_dtype
 from jaxgrpo.models.kernels.plain import take_per_bin
 from jaxgrpo.models.layers import Dense, RMSNorm, side_by_side
+from jaxgrpo.models.products import as_sampled, rounded
 from jaxgrpo.models.recurrence import DeltaInputs, DeltaState, wide
 
 FASTEST = 16.0
@@ -32,6 +34,10 @@ class Taps(nnx.Module):
         shape, bound = (*heads.values(), width), width**-0.5
         value = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
         self.taps: nnx.Param[Array] = nnx.Param(value.astype(dtype), axes=(*heads, "taps"))
+        self.dtype: str = dtype
+
+    def as_sampled(self) -> Array:
+        return as_sampled(self.taps[...], self.dtype)
 
 
 class GatedDelta(nnx.Module):
@@ -57,6 +63,7 @@ class GatedDelta(nnx.Module):
         self.gate: Dense = Dense("delta/gate", embed, values, config, rngs)
         self.rate: Dense = Dense("delta/rate", embed, heads, config, rngs)
         self.decay: Dense = Dense("delta/decay", embed, heads, config, rngs)
+        self.dtype: str = cache_dtype("auto", config)
         dtype = str(wide(jnp.dtype(config.dtype)))
         in_wide = dataclasses.replace(
             config, norm_offset=0.0, dtype=dtype, rms_norm_eps=kind.eps or config.rms_norm_eps
@@ -75,7 +82,9 @@ class GatedDelta(nnx.Module):
         rate = rate if kind.reach == 1.0 else rate * kind.reach
         speed = jax.nn.softplus(decay.astype(dtype) + self.bias[...].astype(dtype))
         log_decay = -jnp.exp(self.log_rate[...].astype(dtype)) * speed
-        taps = self.query_conv.taps[...], self.key_conv.taps[...], self.value_conv.taps[...]
+        first, second, third = self.query_conv, self.key_conv, self.value_conv
+        taps = first.as_sampled(), second.as_sampled(), third.as_sampled()
+        query, key, value = (rounded(leaf, self.dtype) for leaf in (query, key, value))
         inputs = DeltaInputs(query, key, value, log_decay, rate, taps)
         out, memory = recur(inputs, memory, kind)
         out = self.norm(out).astype(dtype) * jax.nn.silu(gate.astype(dtype))

@@ -17,8 +17,8 @@ from jax import Array
 from jaxtyping import Float, Int, Shaped
 
 from jaxgrpo.models.api import ExpertsKind, ModelConfig, Route, Spread
-from jaxgrpo.models.backward import custom_vjp
 from jaxgrpo.models.layers import ACTIVATIONS, Dense, FeedForward, LinearMap, matrix, scaled_by
+from jaxgrpo.models.products import as_sampled, custom_vjp, rounded
 
 LEAST_BLOCK, BLOCK = 8, 512
 """Rows of one expert that are multiplied at once: at the least, and at most but on a CPU."""
@@ -35,6 +35,7 @@ class Router(nnx.Module):
 
     def __init__(self, config: ModelConfig, kind: ExpertsKind, rngs: nnx.Rngs):
         sizes = {"embed": config.hidden_size, "router": kind.number}
+        self.dtype: str = config.dtype
         self.kernel: nnx.Param[Array] = matrix((*sizes.values(),), (*sizes,), config.dtype, rngs)
         bias = jnp.zeros(kind.number, config.dtype)
         self.bias: nnx.Param[Array] | None = (
@@ -48,10 +49,12 @@ class Router(nnx.Module):
     def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B experts"]:
         """The scores before softmax or sigmoid."""
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        kernel = self.kernel[...].astype(wide)
+        kernel = as_sampled(self.kernel[...], self.dtype).astype(wide)
         # By default a TPU multiplies float32 in bfloat16, and would choose other experts.
         logits = jnp.tensordot(x.astype(wide), kernel, axes=1, precision="highest")
-        return logits if self.bias is None else logits + self.bias[...].astype(wide)
+        if self.bias is None:
+            return logits
+        return logits + as_sampled(self.bias[...], self.dtype).astype(wide)
 
     def choice(
         self, scores: Float[Array, "*B experts"], kind: ExpertsKind
@@ -120,6 +123,7 @@ class Experts(nnx.Module):
             else None
         )
         self.activation: str = config.activation
+        self.dtype: str = config.dtype
 
     def __call__(
         self, x: Float[Array, "*B E"], route: Route, spread: Spread, memory: Any, kind: ExpertsKind
@@ -137,7 +141,8 @@ class Experts(nnx.Module):
             combine = functools.partial(gated, ACTIVATIONS[self.activation])
         else:
             combine = functools.partial(clamped, *kind.clamp)
-        tokens = (x, names), (experts, names), (gates.astype(x.dtype), names)
+        inputs = rounded(x, self.dtype)
+        tokens = (inputs, names), (experts, names), (gates.astype(inputs.dtype), names)
         maps = {"gate": self.gate, "up": self.up, "down": self.down}
         weights = {
             (name, leaf): value
@@ -150,8 +155,9 @@ class Experts(nnx.Module):
         numbers = jnp.arange(kind.number), ("experts",)
         mixed_tokens = spread(mix, tokens, (numbers, *weights.values()))
         if self.down.bias is not None:  # once, and not by each device that has a part of mlp
-            biases = self.down.bias[...][experts] * gates[..., None]
-            mixed_tokens += biases.sum(-2).astype(x.dtype)
+            bias = as_sampled(self.down.bias[...], self.dtype)
+            biases = bias[experts] * gates[..., None]
+            mixed_tokens += biases.sum(-2).astype(inputs.dtype)
         if self.shared is None:
             return mixed_tokens, memory
         shared = self.shared(x)

@@ -22,7 +22,8 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jaxgrpo.models.api import AttentionKind, Caller, ModelConfig, Rope
-from jaxgrpo.models.backward import custom_vjp
+from jaxgrpo.models.cache import cache_dtype
+from jaxgrpo.models.products import as_sampled, custom_vjp, product, product_in_pieces, rounded
 
 INITIAL_STD = 0.02
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -124,9 +125,16 @@ class Embedding(nnx.Module):
         self.pad: int | None = config.pad_token
         self.scale: float = config.logit_scale
         self.cap: float | None = config.logit_soft_cap
+        exact, scale = config.exact_embedding_scale, config.embedding_scale
+        self.vector_scale: float = scale if exact else float(np.asarray(scale, config.dtype))
+        self.summed: str = wide_dtype(config) if config.float32_activations else config.dtype
+
+    def scaled(self, vectors: Float[Array, "*B Q E"]) -> Float[Array, "*B Q E"]:
+        """Vectors that `encode` gave, as the first layer takes them."""
+        return scaled_by(vectors.astype(self.summed), self.vector_scale)
 
     def encode(self, tokens: Int[Array, "*B Q"]) -> Float[Array, "*B Q E"]:
-        vectors = self.table[...][tokens].astype(self.dtype)
+        vectors = rounded(self.table[...][tokens], self.dtype)
         if self.pad is None:
             return vectors
         is_pad = (tokens == self.pad)[..., None]
@@ -134,7 +142,7 @@ class Embedding(nnx.Module):
 
     def decode(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
         """Logits in at least float32, whatever the dtype of the table."""
-        table = self.table[...] if self.wide else self.table[...].astype(self.dtype)
+        table = self.table[...] if self.wide else rounded(self.table[...], self.dtype)
         # By default a TPU multiplies float32 in bfloat16 and a GPU in TF32.
         precision = "highest" if self.wide else None
         multiply = _bfloat16_logits if table.dtype == jnp.bfloat16 else _logits
@@ -196,13 +204,15 @@ class RMSNorm(nnx.Module):
     def __init__(self, sizes: dict[str, int], config: ModelConfig):
         initial = jnp.full(tuple(sizes.values()), 1.0 - config.norm_offset, config.dtype)
         self.scale: nnx.Param[Array] = nnx.Param(initial, axes=tuple(sizes))
+        self.dtype: str = config.dtype
         self.eps: float = config.rms_norm_eps
         self.offset: float = config.norm_offset
         self.centers: bool = config.center_norms
 
     def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
         dtype = jnp.promote_types(x.dtype, jnp.float32)
-        wide, scale = x.astype(dtype), self.offset + self.scale[...].astype(dtype)
+        wide = x.astype(dtype)
+        scale = self.offset + as_sampled(self.scale[...], self.dtype).astype(dtype)
         over = tuple(range(-scale.ndim, 0))
         if self.centers:
             wide = wide - jnp.mean(wide, axis=over, keepdims=True)
@@ -228,41 +238,6 @@ def _scaled_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Arra
 
 
 _scaled.defvjp(lambda x, scale: (x * scale, (x, scale)), _scaled_backward)
-
-
-@custom_vjp(2)
-def product(x: Array, kernel: Array, contracted: int) -> Array:
-    """The last `contracted` dimensions of x with the first of the kernel, as `jnp.tensordot`.
-
-    Computed in the dtype of x. The kernel may be held in more bits: its gradient is summed, over
-    tokens and devices, in the dtype in which it is held.
-
-    The kernel's gradient is the product of x and the output's cotangent, in that order. In the
-    other, which JAX takes, XLA on a CPU writes the cotangent out transposed, together with the
-    operations before it: a third of the time of a feed-forward block's gradient. Only reverse mode,
-    once.
-    """
-    return jnp.tensordot(x, kernel.astype(x.dtype), axes=contracted)
-
-
-def _product(x: Array, kernel: Array, contracted: int) -> tuple[Array, tuple[Array, Array]]:
-    # Not by `product`: what recomputes layers by a policy would not see that it multiplies.
-    return jnp.tensordot(x, kernel.astype(x.dtype), axes=contracted), (x, kernel)
-
-
-def _product_backward(
-    contracted: int, saved: tuple[Array, Array], cotangent: Array
-) -> tuple[Array, Array]:
-    x, kernel = saved
-    outputs = tuple(range(contracted, kernel.ndim))
-    over = tuple(range(cotangent.ndim - len(outputs), cotangent.ndim))
-    batch = tuple(range(x.ndim - contracted))
-    d_x = jnp.tensordot(cotangent, kernel.astype(x.dtype), axes=(over, outputs))
-    d_kernel = jnp.tensordot(x, cotangent, axes=(batch, batch), preferred_element_type=kernel.dtype)
-    return d_x, d_kernel
-
-
-product.defvjp(_product, _product_backward)
 
 
 class LinearMap(nnx.Module):
@@ -302,6 +277,9 @@ class LinearMap(nnx.Module):
         )
         self.bias: nnx.Param[Array] | None = nnx.Param(zero, axes=(*columns,)) if bias else None
         self.contracted: int = len(inputs)
+        self.dtype: str = config.dtype
+        # The dtype of weights that inputs in float32 are multiplied with in pieces.
+        self.narrow: str | None = config.dtype if config.float32_activations else None
         lora = config.lora
         lora = lora if lora is not None and name in lora.modules else None
         rank, scale = (0, 0.0) if lora is None else lora.rank_and_scale(name)
@@ -325,16 +303,16 @@ class Dense(LinearMap):
         Args:
           low: x · lora_a of the map that this one is fused with.
         """
-        y: Any = product(x, self.kernel[...], self.contracted)
+        y: Any = self.times(x, self.kernel[...], self.contracted)
         if self.kernel_scale is not None:
             y = (y * self.kernel_scale[...]).astype(y.dtype)
         if self.lora_b is not None:
             inner: Any = self.low(x) if low is None else low
-            added: Any = product(inner, self.lora_b[...], 1)
+            added: Any = self.times(inner, self.lora_b[...], 1)
             y = y + scaled_by(added, self.scale)
         if self.bias is None:
             return y
-        bias = self.bias[...]
+        bias = as_sampled(self.bias[...], self.dtype)
         return (y.astype(jnp.promote_types(y.dtype, bias.dtype)) + bias).astype(y.dtype)
 
     def matrix(self, before: Dense | None = None) -> Any:
@@ -354,7 +332,13 @@ class Dense(LinearMap):
 
     def low(self, x: Float[Array, "..."]) -> Any:
         """x · lora_a; None without one."""
-        return None if self.lora_a is None else product(x, self.lora_a[...], self.contracted)
+        return None if self.lora_a is None else self.times(x, self.lora_a[...], self.contracted)
+
+    def times(self, x: Array, kernel: Array, contracted: int) -> Array:
+        """x · kernel, of inputs in the dtype of weights or in float32."""
+        if self.narrow is None:
+            return product(x, kernel, contracted)
+        return product_in_pieces(x, kernel, contracted, self.narrow)
 
 
 def side_by_side(x: Float[Array, "..."], *maps: Dense) -> list[Array]:
@@ -394,6 +378,7 @@ class Attention(nnx.Module):
         scale = config.query_scale
         self.scale: float = config.head_dim**-0.5 if scale is None else scale
         self.norms_turned: bool = config.query_key_norm == "turned"
+        self.narrow, self.dtype = config.dtype, cache_dtype("auto", config)
 
     def __call__(
         self, x: Array, angles: Angles, caller: Caller, memory: Any, kind: AttentionKind
@@ -407,7 +392,8 @@ class Attention(nnx.Module):
         else:
             query, key = self.query_norm(query), self.key_norm(key)
             query, key = rotate(query, angles, self.scale * growth), rotate(key, angles)
-        sinks = () if self.sinks is None else (self.sinks[...],)
+        sinks = () if self.sinks is None else (as_sampled(self.sinks[...], self.narrow),)
+        query, key, value = (rounded(leaf, self.dtype) for leaf in (query, key, value))
         out, memory = caller.attend(query, key, value, memory, kind, *sinks)
         return self.out(out * jax.nn.sigmoid(gate[0]) if gate else out), memory
 

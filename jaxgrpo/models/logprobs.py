@@ -13,7 +13,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from jaxgrpo.core.metrics import accumulate_dtype
-from jaxgrpo.models.backward import custom_vjp
+from jaxgrpo.models.products import custom_vjp
 from jaxgrpo.models.sharding import highest
 
 LOGITS_PER_CHUNK = 2**20

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxgrpo.models.backward import custom_vjp
+from jaxgrpo.models.products import custom_vjp
 
 CHUNK = 64
 """Tokens whose part in the rule is computed by matrix products; states go from chunk to chunk."""

@@ -110,6 +110,13 @@ def forward_flops(model: Model, prompts: int, width: int, samples: int, steps: i
     return prompts * prompt_flops + samples * sample_flops
 
 
+def second_pieces_flops(model: Model, prompts: int, width: int, samples: int, steps: int) -> float:
+    """What `forward_flops` takes more with model.float32_activations, where inputs are multiplied
+    with weights of layers in two pieces: 2 L (prompts width + samples steps); without it 0."""
+    tokens = prompts * width + samples * steps
+    return 2.0 * count_weights(model).active * tokens * model.config.float32_activations
+
+
 def program_work(run: Run) -> dict[str, Work]:
     """The work of each program, by its name."""
     return {
@@ -147,9 +154,13 @@ def _sampling_work(run: Run) -> dict[str, Work]:
     rounds = math.ceil(sizes.prompts * group / sizes.slots) * steps
     segments = math.ceil(rounds / settings.segment_tokens)
     read = settings.segment_tokens * (_layer_bytes(kinds, params, sizes.slots) + head + state)
+    second = second_pieces_flops(blueprint.model, prompts, width, 0, 0) / prefills
+    prefill = _work_computed_once(prefills, prompt_flops, layers, 1)
+    decode = _work_computed_once(segments, sample_flops, read, settings.segment_tokens)
+    second_decoded = second_pieces_flops(blueprint.model, 0, 0, prompts * group, steps) / segments
     return {
-        "prefill": _work_computed_once(prefills, prompt_flops, layers, 1),
-        "decode": _work_computed_once(segments, sample_flops, read, settings.segment_tokens),
+        "prefill": prefill._replace(executed=prefill.executed + second),
+        "decode": decode._replace(executed=decode.executed + second_decoded),
     }
 
 
@@ -238,7 +249,10 @@ def _update_flops(run: Run, width: int, samples: int, steps: int) -> tuple[float
     if remat == "attention":  # which is kept, but for recurrences
         again -= attended - recurrence
     logits_again = 0 if objective.per_token else 1 + compared + anchors
-    return flops, flops + RECOMPUTED[remat] * again + recurrence + logits_again * head
+    passes = 1 + RECOMPUTED[remat] + objective.reads_batch + anchors
+    again = RECOMPUTED[remat] * again + recurrence + logits_again * head
+    again += passes * second_pieces_flops(blueprint.model, prompts, width, samples, steps)
+    return flops, flops + again
 
 
 def _scoring_work(

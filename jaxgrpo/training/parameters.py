@@ -34,7 +34,7 @@ def model_config_for_run(
     stored: ModelConfig,
     without_text: tuple[tuple[int, int], ...] = (),
 ) -> ModelConfig:
-    """The stored model as a config asks for it: dtype, head, adapters.
+    """The stored model as a config asks for it: dtypes, adapters.
 
     Args:
       without_text: as in ModelConfig, where the tokenizer is known.
@@ -45,6 +45,8 @@ def model_config_for_run(
         stored,
         dtype=keys.dtype,
         float32_head=keys.float32_head,
+        float32_activations=keys.float32_activations,
+        float32_attention=keys.float32_attention,
         lora=_adapters(lora_keys, stored),
         without_text=without_text,
     )

@@ -23,7 +23,7 @@ from jaxgrpo.models.api import (
     stacked_memory,
 )
 from jaxgrpo.models.attention import XLA, Kernel
-from jaxgrpo.models.backward import custom_vjp
+from jaxgrpo.models.products import custom_vjp
 from jaxgrpo.models.recurrence import DeltaInputs
 from jaxgrpo.rollout.dialogue import FORK
 

@@ -24,6 +24,7 @@ from jaxgrpo.models.attention import XLA, Kernel
 from jaxgrpo.models.decoder import Remat, tokens_with_text
 from jaxgrpo.models.distributions import full_kl, likeliest, shortened
 from jaxgrpo.models.logprobs import Entropy, Head, token_logprobs
+from jaxgrpo.models.products import rounded
 from jaxgrpo.models.sharding import AnyMesh
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.update import spectrum
@@ -393,9 +394,7 @@ def output_head(model: Model, mesh: Mesh, params: Params) -> Head:
     gathered_layout = param_layout(model, mesh, sharding.SAMPLING)[name]
 
     def as_read(weights: Params) -> Params:
-        narrow = jax.tree.map(
-            lambda leaf, spec: leaf.astype(spec.dtype), weights, model.shapes[name]
-        )
+        narrow = jax.tree.map(lambda x, spec: rounded(x, spec.dtype), weights, model.shapes[name])
         return jax.lax.with_sharding_constraint(narrow, gathered_layout)
 
     return Head(

@@ -134,6 +134,17 @@ def test_a_value_that_is_no_name_is_as_unknown_as_a_name(value):
         find("alpha_dpg z", value, {"group": 1, "running": 2})
 
 
+def test_queries_keys_and_values_in_float32_come_from_products_in_float32():
+    narrow, wide = "model.dtype=bfloat16", "model.float32_attention=true"
+    (problem,) = problems(narrow, wide)
+    assert problem.startswith("model.float32_attention = true: queries, keys and values come from")
+    assert problem.endswith("set model.float32_activations = true too")
+    cache = "rollout.kv_cache_dtype=float32"
+    (problem,) = problems(narrow, "model.float32_activations=true", cache)
+    assert problem.startswith('rollout.kv_cache_dtype = "float32": keys and values come in')
+    read(narrow, "model.float32_activations=true", wide, cache)
+
+
 @pytest.mark.parametrize("key", ["train.router_aux_loss_coef", "train.router_bias_update_rate"])
 def test_loads_of_experts_are_those_that_are_taken_again(key):
     assert read(f"{key}=0.01").train.routing == "replay"

@@ -177,6 +177,9 @@ def test_soft_caps_sinks_and_latents_alone_keep_a_family_from_a_kernel(family):
     )
     assert cudnn.refusals(config, samples_per_row=1) == caps + sinks + latents
     assert splash.refusals(config, row=family_runs.SHORT) == sinks + latents
+    wide = dataclasses.replace(config, float32_activations=True, float32_attention=True)
+    (problem, *_) = cudnn.refusals(wide, samples_per_row=1)
+    assert problem == "model.float32_attention: it takes queries, keys and values of 16 bits"
     if caps or sinks:
         run = family_runs.run(family, family_runs.SHORT, kernel=OF_GPU)
         with pytest.raises(NotImplementedError, match="it has none"):

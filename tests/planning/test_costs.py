@@ -235,6 +235,25 @@ def test_an_update_is_three_passes_of_all_tokens_and_with_adapters_two_of_linear
     assert costs.program_work(adapted)["update"].flops == pytest.approx(expected)
 
 
+def test_activations_in_float32_multiply_twice_with_weights_of_layers():
+    """In a forward pass, and again where layers are computed again; what is of use is the same."""
+    narrow: Any = {"train.remat": "full", "model.dtype": "bfloat16"}
+    in_float32 = narrow | {"model.float32_activations": True}
+    plain, wide = planned.run(**narrow), planned.run(**in_float32)
+    before, after = costs.program_work(plain), costs.program_work(wide)
+    geometry, weights = plain.blueprint.geometry, count_weights(plain.blueprint.model).active
+    prompts, samples = 8 * geometry.max_prompt_tokens, 8 * 4 * geometry.max_completion_tokens
+    for name, tokens, passes in (("update", prompts + samples, 2), ("prefill", prompts, 1)):
+        assert after[name].flops == before[name].flops
+        more = (after[name].executed - before[name].executed) * after[name].calls
+        assert more == pytest.approx(passes * 2 * weights * tokens)
+    more = after["decode"].executed - before["decode"].executed
+    assert more * after["decode"].calls == pytest.approx(2 * weights * samples)
+    saved = [counts.activations(run.blueprint.model, "attention") for run in (plain, wide)]
+    config = plain.blueprint.model.config
+    assert saved[1] - saved[0] == 2 * config.hidden_size * config.num_layers
+
+
 def test_a_reference_that_an_update_runs_and_logits_that_it_computes_twice_are_counted():
     full: Any = {"train.remat": "full"}
     run = planned.run(**full)

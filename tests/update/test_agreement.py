@@ -142,6 +142,17 @@ def test_what_rounding_explains_in_bfloat16_holds_with_states():
 
 
 @full
+def test_with_activations_in_float32_states_are_nearer_too():
+    """Measured: 0.0036 nats in the mean."""
+    narrow = dataclasses.replace(tiny.HYBRID, dtype="bfloat16")
+    metrics = updated(*sampled(dataclasses.replace(narrow, float32_activations=True)))
+    assert 0 < metrics[MEAN] < 0.6 * updated(*sampled(narrow))[MEAN]
+    assert metrics["grad_norm"] == pytest.approx(
+        updated(*sampled(tiny.HYBRID))["grad_norm"], rel=0.1
+    )
+
+
+@full
 def test_a_state_that_is_not_a_number_skips_the_update_and_is_told_in_one_line():
     """One head of one layer that recurs forgets by NaN, so that its states become NaN."""
     steps, learner, _ = sampled(tiny.HYBRID)

@@ -48,6 +48,8 @@ def refusals(
     widest = WIDEST_HEAD if capability >= HOPPER else WIDEST_BEFORE_HOPPER
     if config.dtype not in ("bfloat16", "float16"):
         problems.append(f"model.dtype = {config.dtype}: it takes bfloat16 or float16")
+    if config.float32_attention:
+        problems.append("model.float32_attention: it takes queries, keys and values of 16 bits")
     if config.head_dim % 8 or config.head_dim > widest:
         problems.append(f"head_dim = {config.head_dim}: it takes multiples of 8 up to {widest}")
     problems += lacking(config.attention, "soft_cap")

@@ -25,9 +25,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxgrpo.core.errors import one_line
 from jaxgrpo.models.api import Attend, AttentionKind, KeyValue
-from jaxgrpo.models.backward import custom_vjp
 from jaxgrpo.models.kernels.cudnn import even
 from jaxgrpo.models.kernels.plain import SAVED, check_kind, take_per_bin
+from jaxgrpo.models.products import custom_vjp
 
 NEVER_SEEN = 1e30
 """The log-sum-exp of a place without a token: exp(score - this) is 0."""

@@ -17,9 +17,9 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxgrpo.models.api import AttentionKind
-from jaxgrpo.models.backward import custom_vjp
 from jaxgrpo.models.cache import FP8, Cache
 from jaxgrpo.models.layers import soft_capped
+from jaxgrpo.models.products import custom_vjp, pieces
 
 SAVED = "attention"
 """The name under which a policy for recomputation finds what attention's backward pass reads."""
@@ -426,20 +426,8 @@ def times_cache(axes: str, rows: Array, cached: Array) -> Array:
         cached = cached.astype(rows.dtype)
     if rows.dtype == cached.dtype:
         return product(rows, cached)
-    out = product(jnp.concatenate(_pieces(rows, cached.dtype), axis=-2), cached)
+    out = product(jnp.concatenate(pieces(rows, cached.dtype), axis=-2), cached)
     return functools.reduce(jnp.add, jnp.split(out, out.shape[-2] // rows.shape[-2], axis=-2))
-
-
-def _pieces(rows: Array, dtype: jnp.dtype) -> list[Array]:
-    """Numbers of a narrower dtype whose sum the rows are: the first holds the leading bits."""
-    wide, narrow = jnp.finfo(rows.dtype), jnp.finfo(dtype)
-    pieces = []
-    for _ in range(-(-(wide.nmant + 1) // (narrow.nmant + 1))):
-        # Not a conversion and back, which XLA may leave out.
-        piece = jax.lax.reduce_precision(rows, narrow.nexp, narrow.nmant)
-        pieces.append(piece.astype(dtype))
-        rows = rows - piece
-    return pieces
 
 
 def _masked(scores: Array, mask: Array) -> Array:

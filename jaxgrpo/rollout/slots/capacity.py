@@ -110,7 +110,7 @@ def capacity(
     longest, device = settings.max_completion_tokens, mesh.devices.flat[0]
     dtype, platform = cache_dtype(settings.kv_cache_dtype, config), device.platform
     has_lines = choose_decoding(device, model, dtype, mesh, settings.attention).has_lines
-    size = jnp.dtype(dtype).itemsize  # of a number
+    size = jnp.dtype(dtype).itemsize
 
     def cache_bytes(kind: AttentionKind, batch: int, columns: int) -> int:
         heads, key_size, value_size = config.cached(kind)
@@ -128,13 +128,13 @@ def capacity(
 
     rings = [ring_bytes(kind) for kind in config.attention]
     shared = cache_bytes(config.attention[0], sizes.rows, sizes.width) if rings else 0
-    states, largest = state_bytes(config.kinds, config.dtype, tensor), max(rings, default=0)
-    sequences = sizes.slots + sizes.rows
+    computed, largest = cache_dtype("auto", config), max(rings, default=0)
+    states, sequences = state_bytes(config.kinds, computed, tensor), sizes.slots + sizes.rows
     samples = sizes.prompts * group * longest * _token_bytes(config.kinds, settings)
     is_copied = platform in COPYING and size < 4
-    copied = len(rings) * shared * 4 // size if is_copied else 0
+    copied = len(rings) * shared * 4 // size * is_copied
     if is_copied and dtype == FP8:  # a layer's cache is converted while it is read
-        copied = max(copied, (largest + shared) * jnp.dtype(config.dtype).itemsize)
+        copied = max(copied, (largest + shared) * jnp.dtype(computed).itemsize)
     return Capacity(
         state=len(rings) * shared + sum(rings) + sequences * sum(states) + samples,
         recurrent=sizes.slots * sum(states),

@@ -89,7 +89,7 @@ def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
 
     def memory(mixer: AttentionKind | DeltaKind) -> tuple[Any, Any]:
         if isinstance(mixer, DeltaKind):
-            states = functools.partial(delta.empty_states, mixer, config.dtype)
+            states = functools.partial(delta.empty_states, mixer, cache_dtype("auto", config))
             return states((bins, rows), parts.constrain), states((bins * slots,), parts.constrain)
         if not parts.attention.has_lines:
             return cache(mixer, (bins, rows), width), ring(mixer)

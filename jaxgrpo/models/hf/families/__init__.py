@@ -50,7 +50,10 @@ _BUILT_IN = frozenset(FAMILIES)
 ALIASES = {"kimi_k2": "deepseek_v3"}
 """model_type of published folders -> that of the family that they are."""
 
-RUN_FIELDS = ("source", "dtype", "float32_head", "without_text", "fused_experts")
+RUN_FIELDS = (
+    *("source", "dtype", "float32_head", "float32_activations", "float32_attention"),
+    *("without_text", "fused_experts"),
+)
 """Fields of a ModelConfig that a run, a tokenizer or the files of weights decide; the others must
 be those of its config.json."""
 

@@ -1,0 +1,24 @@
+"""Which dtypes of model and sampler go together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxgrpo.config.reading import Values
+
+
+def check(values: Values) -> Iterator[str]:
+    """Dtypes that change nothing, or that what they are about does not come in."""
+    if values.get("model.dtype") != "bfloat16":
+        return
+    is_wide = values.get("model.float32_attention")
+    if values.get("rollout.kv_cache_dtype") == "float32" and not is_wide:
+        yield (
+            'rollout.kv_cache_dtype = "float32": keys and values come in model.dtype = "bfloat16", '
+            "so that a wider cache would take twice the memory and change no sample; leave it out"
+        )
+    if is_wide and not values.get("model.float32_activations"):
+        yield (
+            "model.float32_attention = true: queries, keys and values come from products in "
+            'model.dtype = "bfloat16"; set model.float32_activations = true too'
+        )
