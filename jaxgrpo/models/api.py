@@ -226,7 +226,7 @@ class ModelConfig:
     logit_soft_cap: float | None = None  # c: logits are c * tanh(logit / c), after their scale
     max_positions: int = 32_768  # the longest sequence the weights are meant for; not enforced here
     position_limit: int | None = None  # beyond it the angles of all positions would change
-    dtype: str = "float32"  # of parameters and activations; without the fields that follow
+    dtype: str = "float32"  # of parameters and activations, but for what follows
     float32_head: bool = False  # the last norm's output, the head and its product in float32
     float32_activations: bool = False  # what layers add up and multiply with their weights, too
     float32_attention: bool = False  # with it: queries, keys, values and what mixers keep of them

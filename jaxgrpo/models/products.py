@@ -72,6 +72,8 @@ product.defvjp(_product, _product_backward)
 
 def rounded(x: Array, dtype: Any) -> Array:
     """x in a dtype; not a mere conversion, which XLA may leave out where another one follows."""
+    if x.dtype == dtype:
+        return x
     if x.dtype.itemsize <= jnp.dtype(dtype).itemsize:
         return x.astype(dtype)
     narrow = jnp.finfo(dtype)
@@ -83,8 +85,10 @@ def as_sampled(weights: Array, dtype: Any) -> Array:
 
     For what is not multiplied in that dtype, as scales of norms.
     """
-    change = rounded(weights, dtype).astype(weights.dtype) - weights
-    return weights + jax.lax.stop_gradient(change)
+    narrow = rounded(weights, dtype)
+    if narrow is weights:
+        return weights
+    return weights + jax.lax.stop_gradient(narrow.astype(weights.dtype) - weights)
 
 
 def pieces(x: Array, dtype: Any, most: int | None = None) -> list[Array]:

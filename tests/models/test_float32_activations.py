@@ -12,7 +12,7 @@ from engines import draw_all, make_engine
 
 from jaxgrpo.models.api import AttentionKind, Caller, ExpertsKind, LayerKind, LoraConfig, Rope
 from jaxgrpo.models.attention import causal
-from jaxgrpo.models.products import pieces, product, product_in_pieces, rounded
+from jaxgrpo.models.products import as_sampled, pieces, product, product_in_pieces, rounded
 from jaxgrpo.rollout.engine import SamplingSettings
 
 KEY = jax.random.key_data(jax.random.key(3))
@@ -55,7 +55,8 @@ def test_pieces_add_up():
     assert np.abs(two / np.asarray(x, np.float64) - 1).max() <= 2.0**-16
     (same,) = pieces(first, jnp.bfloat16, most=2)
     assert same is first
-    assert rounded(x, jnp.float32) is x
+    assert rounded(x, jnp.float32) is as_sampled(x, "float32") is x
+    np.testing.assert_array_equal(as_sampled(x, "bfloat16"), first.astype(jnp.float32))
 
 
 @pytest.mark.parametrize("contracted", [1, 2])
