@@ -276,7 +276,7 @@ LINES = {
     "losses": 1386,  # with 290 of surrogates that see an update as a whole, or have other bounds
     "core": 727,  # with what launches and short collectives take
     "data": 2702,  # with four tasks of experiments, four of several turns, and reasoning-gym's
-    "models": 8480,  # with kernels for GPUs, 8 bits, 2,570 of kinds, experts, latents and families
+    "models": 8476,  # with kernels for GPUs, 8 bits, 2,570 of kinds, experts, latents and families
     "rewards": 2601,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2637,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
     "rollout": 4539,  # with turns, samples that keep their slots, and experts that are recorded

@@ -8,7 +8,7 @@ from jaxgrpo.config.reading import Values
 
 
 def check(values: Values) -> Iterator[str]:
-    """Dtypes that change nothing, or that what they are about does not come in."""
+    """Dtypes that are wider than what they are to hold."""
     if values.get("model.dtype") != "bfloat16":
         return
     is_wide = values.get("model.float32_attention")

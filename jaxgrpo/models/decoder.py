@@ -156,10 +156,10 @@ def build(
 
         layers: Layers = {kind: functools.partial(layer, kind) for kind in {*config.kinds}}
         hidden, memory = _through(config, layers, params, hidden, memory, remat)
+        norm = modules["final_norm"].bind(params["final_norm"])
         if config.float32_head:
-            hidden = hidden.astype(wide_dtype(config))
-        hidden = modules["final_norm"].bind(params["final_norm"])(hidden)
-        return hidden if config.float32_head else rounded(hidden, config.dtype), memory
+            return norm(hidden.astype(wide)), memory
+        return rounded(norm(hidden), config.dtype), memory
 
     def unembed(params: Params, hidden: Array) -> Array:
         table = params["embed" if config.tie_embeddings else "head"]

@@ -63,7 +63,7 @@ class GatedDelta(nnx.Module):
         self.gate: Dense = Dense("delta/gate", embed, values, config, rngs)
         self.rate: Dense = Dense("delta/rate", embed, heads, config, rngs)
         self.decay: Dense = Dense("delta/decay", embed, heads, config, rngs)
-        self.dtype: str = cache_dtype("auto", config)
+        self.attended: str = cache_dtype("auto", config)
         dtype = str(wide(jnp.dtype(config.dtype)))
         in_wide = dataclasses.replace(
             config, norm_offset=0.0, dtype=dtype, rms_norm_eps=kind.eps or config.rms_norm_eps
@@ -84,7 +84,7 @@ class GatedDelta(nnx.Module):
         log_decay = -jnp.exp(self.log_rate[...].astype(dtype)) * speed
         first, second, third = self.query_conv, self.key_conv, self.value_conv
         taps = first.as_sampled(), second.as_sampled(), third.as_sampled()
-        query, key, value = (rounded(leaf, self.dtype) for leaf in (query, key, value))
+        query, key, value = (rounded(leaf, self.attended) for leaf in (query, key, value))
         inputs = DeltaInputs(query, key, value, log_decay, rate, taps)
         out, memory = recur(inputs, memory, kind)
         out = self.norm(out).astype(dtype) * jax.nn.silu(gate.astype(dtype))

@@ -63,7 +63,7 @@ class LatentAttention(nnx.Module):
         self.value: Dense = dense("value", latent, heads(sizes.value), False)
         out_bias = config.attention_out_bias
         self.out: Dense = dense("out", heads(sizes.value), embed, out_bias)
-        self.dtype: str = cache_dtype("auto", config)
+        self.attended: str = cache_dtype("auto", config)
         self.scale: float = config.query_scale or config.head_dim**-0.5
 
     def __call__(
@@ -88,7 +88,7 @@ class LatentAttention(nnx.Module):
             turned_key = jnp.broadcast_to(turned_key, (*key.shape[:-1], turned_key.shape[-1]))
         query = jnp.concatenate([query, turned_query], axis=-1)
         key = jnp.concatenate([key, turned_key], axis=-1)
-        query, key, value = (rounded(leaf, self.dtype) for leaf in (query, key, value))
+        query, key, value = (rounded(leaf, self.attended) for leaf in (query, key, value))
         out, memory = caller.attend(query, key, value, memory, kind)
         if caller.keeps_latents:
             matrix = self.value.matrix(self.key).astype(x.dtype)

@@ -278,8 +278,7 @@ class LinearMap(nnx.Module):
         self.bias: nnx.Param[Array] | None = nnx.Param(zero, axes=(*columns,)) if bias else None
         self.contracted: int = len(inputs)
         self.dtype: str = config.dtype
-        # The dtype of weights that inputs in float32 are multiplied with in pieces.
-        self.narrow: str | None = config.dtype if config.float32_activations else None
+        self.in_pieces: bool = config.float32_activations
         lora = config.lora
         lora = lora if lora is not None and name in lora.modules else None
         rank, scale = (0, 0.0) if lora is None else lora.rank_and_scale(name)
@@ -336,9 +335,9 @@ class Dense(LinearMap):
 
     def times(self, x: Array, kernel: Array, contracted: int) -> Array:
         """x · kernel, of inputs in the dtype of weights or in float32."""
-        if self.narrow is None:
+        if not self.in_pieces:
             return product(x, kernel, contracted)
-        return product_in_pieces(x, kernel, contracted, self.narrow)
+        return product_in_pieces(x, kernel, contracted, self.dtype)
 
 
 def side_by_side(x: Float[Array, "..."], *maps: Dense) -> list[Array]:
@@ -378,7 +377,8 @@ class Attention(nnx.Module):
         scale = config.query_scale
         self.scale: float = config.head_dim**-0.5 if scale is None else scale
         self.norms_turned: bool = config.query_key_norm == "turned"
-        self.narrow, self.dtype = config.dtype, cache_dtype("auto", config)
+        self.dtype: str = config.dtype
+        self.attended: str = cache_dtype("auto", config)
 
     def __call__(
         self, x: Array, angles: Angles, caller: Caller, memory: Any, kind: AttentionKind
@@ -392,8 +392,8 @@ class Attention(nnx.Module):
         else:
             query, key = self.query_norm(query), self.key_norm(key)
             query, key = rotate(query, angles, self.scale * growth), rotate(key, angles)
-        sinks = () if self.sinks is None else (as_sampled(self.sinks[...], self.narrow),)
-        query, key, value = (rounded(leaf, self.dtype) for leaf in (query, key, value))
+        sinks = () if self.sinks is None else (as_sampled(self.sinks[...], self.dtype),)
+        query, key, value = (rounded(leaf, self.attended) for leaf in (query, key, value))
         out, memory = caller.attend(query, key, value, memory, kind, *sinks)
         return self.out(out * jax.nn.sigmoid(gate[0]) if gate else out), memory
 

@@ -121,13 +121,8 @@ def _in_pieces(
 ) -> tuple[Array, tuple[Array, Array, Array]]:
     parts, narrow = pieces(x, dtype, most=2), rounded(kernel, dtype)
     wide = jnp.promote_types(dtype, jnp.float32)
-    multiply = functools.partial(jnp.tensordot, axes=contracted, preferred_element_type=wide)
-    if len(parts) == 1:
-        out = multiply(parts[0], narrow)
-    else:
-        first, second = multiply(jnp.stack(parts), narrow)
-        out = first + second
-    return out, (parts[0], kernel, jnp.zeros(0, x.dtype))
+    products = jnp.tensordot(jnp.stack(parts), narrow, axes=contracted, preferred_element_type=wide)
+    return functools.reduce(jnp.add, products), (parts[0], kernel, jnp.zeros(0, x.dtype))
 
 
 def _backward_of_pieces(

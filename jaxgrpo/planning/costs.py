@@ -112,7 +112,10 @@ def forward_flops(model: Model, prompts: int, width: int, samples: int, steps: i
 
 def second_pieces_flops(model: Model, prompts: int, width: int, samples: int, steps: int) -> float:
     """What `forward_flops` takes more with model.float32_activations, where inputs are multiplied
-    with weights of layers in two pieces: 2 L (prompts width + samples steps); without it 0."""
+    with weights of layers in two pieces: 2 L (prompts width + samples steps); without it 0.
+
+    L counts experts too, which take one piece: of mixtures this is too much.
+    """
     tokens = prompts * width + samples * steps
     return 2.0 * count_weights(model).active * tokens * model.config.float32_activations
 

@@ -8,14 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from engines import draw_all, make_engine
+from engines import sampler_gap
 
 from jaxgrpo.models.api import AttentionKind, Caller, ExpertsKind, LayerKind, LoraConfig, Rope
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.products import as_sampled, pieces, product, product_in_pieces, rounded
-from jaxgrpo.rollout.engine import SamplingSettings
 
-KEY = jax.random.key_data(jax.random.key(3))
 EXPERTS = dataclasses.replace(
     tiny.UNIFORM, pattern=(LayerKind(feed=ExpertsKind(6, 2, size=16, shared=8)),)
 )
@@ -25,12 +23,6 @@ KINDS = {"dense": tiny.UNIFORM, "windows": tiny.LOCAL_GLOBAL, "states": tiny.HYB
 
 def in_bfloat16(config, **changes):
     return dataclasses.replace(config, dtype="bfloat16", **changes)
-
-
-def params(config):
-    """Sharp ones, as a model of that dtype holds them."""
-    values = tiny.params(dataclasses.replace(config, dtype="float32"))
-    return jax.tree.map(lambda leaf, spec: leaf.astype(spec.dtype), values, in_shapes(config))
 
 
 def in_shapes(config):
@@ -89,22 +81,16 @@ def test_gradients_of_a_product_in_pieces_are_those_of_a_product():
     np.testing.assert_array_equal(d_kernel, plain[1])
 
 
-def gap(config):
-    """|sampler's - trainer's log-prob| at the tokens of many samples."""
-    settings = SamplingSettings(24, 1.0, (tiny.END,), tiny.PAD, 24)
-    values, prompts = params(config), tiny.prompts(16)
-    rollouts = draw_all(make_engine(tiny.model(config), settings, prompts), values, prompts, KEY, 8)
-    want = tiny.whole_logps(config, values, rollouts)
-    return np.abs(rollouts.behavior_logp - want)[np.asarray(rollouts.token_mask)]
-
-
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gap_between_sampler_and_trainer_shrinks(kind):
     """Of four layers at most: .0042, .0138 and .0081 nats to .0019, .0050 and .0035."""
     config = in_bfloat16(KINDS[kind])
-    narrow, better = gap(config), gap(dataclasses.replace(config, float32_activations=True))
+    narrow, better = (
+        sampler_gap(config),
+        sampler_gap(dataclasses.replace(config, float32_activations=True)),
+    )
     assert len(narrow) > 500
     assert better.mean() < 0.6 * narrow.mean(), (narrow.mean(), better.mean())
 
@@ -117,7 +103,7 @@ def test_the_gap_between_sampler_and_trainer_shrinks(kind):
 def test_without_any_rounding_of_activations_the_gap_is_that_of_float32(kind):
     config = in_bfloat16(KINDS[kind], **ALL)
     assert tiny.model(config).shapes["blocks"] == in_shapes(in_bfloat16(KINDS[kind]))["blocks"]
-    assert 0 < gap(config).max() < 1e-4
+    assert 0 < sampler_gap(config).max() < 1e-4
 
 
 @pytest.mark.slow
@@ -140,7 +126,7 @@ def test_log_probs_and_gradients_are_nearer_to_those_in_float32(config):
     """The same weights, which have 8 bits in all three."""
     narrow = in_bfloat16(config)
     better = dataclasses.replace(narrow, float32_activations=True)
-    rollouts, values = tiny.rollouts(np.zeros((4, 4)), steps=12), params(narrow)
+    rollouts, values = tiny.rollouts(np.zeros((4, 4)), steps=12), tiny.cast_params(narrow)
 
     def computed(config, values):
         def total(values):

@@ -7,31 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from engines import draw_all, make_engine
+from engines import sampler_gap
 
 from jaxgrpo.models.api import Caller
 from jaxgrpo.models.attention import causal
-from jaxgrpo.rollout.engine import SamplingSettings
 
 NARROW = dataclasses.replace(tiny.UNIFORM, dtype="bfloat16")
 WIDE = dataclasses.replace(NARROW, float32_head=True)
-KEY = jax.random.key_data(jax.random.key(3))
-
-
-def gap(config):
-    """|sampler's - trainer's log-prob| at the tokens of many samples."""
-    settings = SamplingSettings(12, 1.0, (tiny.END,), tiny.PAD, 12)
-    values = tiny.cast_params(config)
-    prompts = tiny.prompts(16)
-    rollouts = draw_all(make_engine(tiny.model(config), settings, prompts), values, prompts, KEY, 8)
-    want = tiny.whole_logps(config, values, rollouts)
-    return np.abs(rollouts.behavior_logp - want)[np.asarray(rollouts.token_mask)]
 
 
 @pytest.mark.full
 @pytest.mark.slow
 def test_the_gap_between_sampler_and_trainer_shrinks():
-    narrow, wide = gap(NARROW), gap(WIDE)
+    narrow, wide = (sampler_gap(config, 12) for config in (NARROW, WIDE))
     assert len(narrow) > 500
     assert wide.mean() < 0.9 * narrow.mean(), (narrow.mean(), wide.mean())
 

@@ -89,3 +89,13 @@ def take_step(steps: Steps, blueprint: Blueprint, params: Params, rollouts: Roll
     learner, metrics = steps.update(learner, prepared.batches)
     after = jax.tree.map(np.asarray, learner.trainable)
     return finalise({**prepared.metrics, **metrics}), jax.tree.map(np.subtract, before, after)
+
+
+def sampler_gap(config: ModelConfig, steps: int = 24) -> np.ndarray:
+    """|sampler's - trainer's log-prob| at the tokens of many samples of `tiny.cast_params`."""
+    settings = SamplingSettings(steps, 1.0, (tiny.END,), tiny.PAD, steps)
+    values, prompts = tiny.cast_params(config), tiny.prompts(16)
+    key = jax.random.key_data(jax.random.key(3))
+    rollouts = draw_all(make_engine(tiny.model(config), settings, prompts), values, prompts, key, 8)
+    expected = tiny.whole_logps(config, values, rollouts)
+    return np.abs(rollouts.behavior_logp - expected)[np.asarray(rollouts.token_mask)]

@@ -102,8 +102,9 @@ def normal_params(model: Model, seed: int = 0) -> Params:
 
 
 def cast_params(config: ModelConfig) -> Params:
-    """The parameters of UNIFORM, in the dtypes of `config`."""
-    return jax.tree.map(lambda leaf, spec: leaf.astype(spec.dtype), params(), model(config).shapes)
+    """The parameters of `config` in float32, in its own dtypes."""
+    values = params(dataclasses.replace(config, dtype="float32"))
+    return jax.tree.map(lambda leaf, spec: leaf.astype(spec.dtype), values, model(config).shapes)
 
 
 def leaf_bytes(params: Params) -> list[bytes]:
