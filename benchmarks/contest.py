@@ -28,8 +28,8 @@ def parser(text: str | None) -> argparse.ArgumentParser:
 
 
 def names(text: str) -> list[str]:
-    """The type of an argument that is a list with commas between."""
-    return text.split(",")
+    """The type of an argument that is a list with commas between; empty: none."""
+    return text.split(",") if text else []
 
 
 def begin(width: int = 110, **more: Any) -> tuple[dict[str, Any], Console]:

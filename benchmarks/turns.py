@@ -1,13 +1,16 @@
 """What turns cost: conversations beside samples of one turn, and who answers them.
 
-    python -m benchmarks.turns [--turns 3,8] [--replies 8,64,512] [--rounds 5]
+    python -m benchmarks.turns [--turns 3,8] [--replies 8,64,512] [--slots 16] [--rounds 5]
 
 64 samples of model S (benchmarks/workloads.py) take so many turns of at most 64 tokens, which end
-by themselves, and each turn is answered by 8 tokens: by a class in Python that answers at once or
-in 50 ms, or by rules in JAX, traced into the loop. All are drawn in turn, beside samples of one
-turn with as much room. A sample keeps its slot while it is answered.
+by themselves, and each turn is answered by 8 tokens and what the template writes around them: by a
+class in Python that answers at once or in 50 ms, or by rules in JAX, traced into the loop. All are
+drawn in turn, beside samples of one turn with as much room. "Wall" is over the larger of what tools
+take and what decoding takes: all tokens, those of replies too, at the speed of samples of one turn.
 
-Then, with 3 turns, longer replies: in chunks, as on a GPU, and fed one by one, as on a CPU.
+Then, with 3 turns: longer replies, in chunks, as on a GPU, and fed one by one, as on a CPU; and
+fewer slots than samples, with tools that take 300 ms: samples that wait for them give up their
+slots to others, or keep them.
 """
 
 from __future__ import annotations
@@ -35,9 +38,10 @@ from jaxgrpo.environments.history import History
 from jaxgrpo.environments.partners import make_kind
 from jaxgrpo.environments.rules import Answering, Rules
 from jaxgrpo.rollout.batch import draw
+from jaxgrpo.rollout.dialogue import TURN as TURN_OF
 from jaxgrpo.rollout.dialogue import Converse, ThreadedDialogue, Turns
 from jaxgrpo.rollout.engine import SEGMENT_OF_TURNS, SamplingSettings
-from jaxgrpo.rollout.slots import table
+from jaxgrpo.rollout.slots import capacity, table
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.rollout.traced import TracedDialogue
 
@@ -45,6 +49,7 @@ PROMPTING = Prompting(prompts=8, samples=8, shortest=32, longest=64, completion=
 TURN = PROMPTING.completion  # tokens at most
 REPLY, DELAY = 8, 0.05
 LATER = 2  # segments, of some 40 ms each, that others decode while a tool takes 50 ms
+SLOW, MUCH_LATER = 0.3, 14  # and with few slots, whose segments are shorter
 MAX_SLOT_STEPS = 1.3  # per token, over those without turns
 MAX_WALL = 1.2  # over the larger of decoding and tools
 MAX_RULES = 0.5  # of the seconds of the class in Python
@@ -60,6 +65,7 @@ class Run(NamedTuple):
     seconds: float
     tokens: int  # drawn
     slot_steps: int
+    decoded: int  # tokens that were drawn or given
 
     def per_token(self) -> float:
         return self.seconds / self.tokens
@@ -99,10 +105,16 @@ class Contender:
     Args:
       turns: of a sample, answered by `answers`; without it a sample has one turn, as long as all.
       reply_after: as `rollout.reply_after`.
+      slots: as `rollout.slots`.
     """
 
     def __init__(
-        self, turns: int, reply: int, answers: type | Rules | None, reply_after: int = 1
+        self,
+        turns: int,
+        reply: int,
+        answers: type | Rules | None,
+        reply_after: int = 1,
+        slots: int = 0,
     ) -> None:
         frame = HISTORY.frame()
         self.words = reply + sum(map(len, frame))
@@ -112,7 +124,7 @@ class Contender:
         self.prompts = make_prompts(PROMPTING, config.vocab_size)
         self.model, self.params = build(config, ragged=True)
         rows = [{"prompt": [{"role": "user", "content": "?"}]}] * PROMPTING.prompts
-        settings = SamplingSettings(longest, 1.0, (END,), PAD)
+        settings = SamplingSettings(longest, 1.0, (END,), PAD, slots=slots)
         self.converse: Converse | None = None
         if isinstance(answers, Rules):
             answering = Answering(answers, turns, TURN, frame)
@@ -133,7 +145,11 @@ class Contender:
             converse=self.converse,
         )
         rollouts, seconds = timed(drawing.finish)
-        return Run(seconds, int(rollouts.token_mask.sum()), int(self.engine.slot_steps))
+        tokens = int(rollouts.token_mask.sum())
+        is_decoded = (
+            rollouts.fields[TURN_OF] >= 0 if TURN_OF in rollouts.fields else rollouts.token_mask
+        )
+        return Run(seconds, tokens, int(self.engine.slot_steps), int(is_decoded.sum()))
 
 
 def ways(turns: int) -> dict[str, Contender]:
@@ -160,7 +176,7 @@ def compare(turns: int, rounds: int, console: Console) -> dict[str, Any]:
         rival = over([run.seconds for run in mine], [run.seconds for run in at_once])
         tools = (turns - 1) * DELAY if name == "class, 50 ms" else 0.0
         pairs = zip(mine, alone, strict=True)
-        floors = [max(tools, run.tokens * plain.per_token()) for run, plain in pairs]
+        floors = [max(tools, run.decoded * plain.per_token()) for run, plain in pairs]
         wall = over([run.seconds for run in mine], floors)
         most = MAX_RULES if name == "rules in JAX" else None
         cells = [
@@ -202,10 +218,42 @@ def long_replies(replies: Sequence[int], rounds: int, console: Console) -> dict[
     return contest.show(console, columns, map(row, replies), "3 turns, answered at once")
 
 
+def few_slots(slots: int, rounds: int, console: Console) -> dict[str, Any]:
+    """What it is worth that samples which wait for slow tools give up their slots."""
+    tool = environment(REPLY, SLOW)
+    moving, staying = (Contender(3, REPLY, tool, MUCH_LATER, slots) for _ in range(2))
+
+    def run(contender: Contender, platforms: Sequence[str]) -> Callable[[int], Run]:
+        def run_seed(seed: int) -> Run:
+            capacity.PARKING = tuple(platforms)
+            return contender.run(seed)
+
+        return run_seed
+
+    ways = {
+        "give up their slots": run(moving, [jax.default_backend()]),
+        "keep them": run(staying, ()),
+    }
+    runs = contest.in_turn(ways, rounds, warm_up=2)
+    before = runs["keep them"]
+
+    def row(name: str) -> contest.Row:
+        mine = runs[name]
+        seconds = over(map(Run.per_token, mine), map(Run.per_token, before))
+        steps = np.median([run.steps_per_token() for run in mine])
+        cells = [f"{np.median([run.seconds for run in mine]):.2f}", f"{steps:.2f}"]
+        measures = {"seconds": seconds.median, "slot_steps": steps}
+        return name, [*cells, f"{seconds.median:.2f} [{seconds.ends}]"], measures
+
+    columns = ("samples that wait", "s", "slot-steps per token", "s, ratio")
+    return contest.show(console, columns, map(row, ways), f"{slots} slots, tools of {SLOW} s")
+
+
 def main() -> None:
     parser = contest.parser(__doc__)
     parser.add_argument("--turns", type=contest.names, default=["3", "8"])
     parser.add_argument("--replies", type=contest.names, default=["8", "64", "512"])
+    parser.add_argument("--slots", type=int, default=16, help="0: leaves this out")
     parser.add_argument("--rounds", type=int, default=5)
     words = parser.parse_args()
     about, console = contest.begin(120)
@@ -213,6 +261,8 @@ def main() -> None:
     if words.replies:
         replies = [int(reply) for reply in words.replies]
         results["replies"] = long_replies(replies, words.rounds, console)
+    if words.slots:
+        results["slots"] = few_slots(words.slots, words.rounds, console)
     report(about | {"turns": results})
 
 

@@ -279,7 +279,7 @@ LINES = {
     "models": 8476,  # with kernels for GPUs, 8 bits, 2,570 of kinds, experts, latents and families
     "rewards": 2601,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2637,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
-    "rollout": 4539,  # with turns, samples that keep their slots, and experts that are recorded
+    "rollout": 4730,  # with turns, samples that wait beside their slots, recorded experts
     "update": 2488,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
     "config": 2637,  # with tools and environments, other methods by name, scores of several models
     "evaluation": 758,  # with how two judgements agree

@@ -16,7 +16,7 @@ from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.sequences import call_alone
 from jaxgrpo.rollout.batch import Batch
 from jaxgrpo.rollout.engine import Request, SamplingSettings
-from jaxgrpo.rollout.slots import decoding, driver, replying, table
+from jaxgrpo.rollout.slots import capacity, decoding, driver, replying, table
 from jaxgrpo.rollout.slots.capacity import Sizes
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.rollout.slots.state import Drawn
@@ -115,6 +115,32 @@ def test_tokens_depend_neither_on_slots_nor_on_when_a_reply_comes(monkeypatch, s
     for module in (decoding, driver):  # samples that a segment gives back, and others are asked for
         monkeypatch.setattr(module, "READ", read)
     assert_same(converse(4, delay, slots=slots)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "mesh"),
+    [
+        (tiny.UNIFORM, None),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (tiny.LOCAL_GLOBAL, None),
+                (tiny.HYBRID, None),
+                (tiny.HYBRID, {"data": 2, "tensor": 2}),
+            )
+        ),
+    ],
+    ids=["full", "windows", "states", "four devices"],
+)
+def test_others_decode_in_the_slots_of_samples_that_wait_for_replies(monkeypatch, config, mesh):
+    axes = {} if mesh is None else {"mesh": sharding.make_mesh(**mesh)}
+    spoken, _, slot_steps = converse(4, 8, config, slots=4, **axes)
+    assert_same(spoken, config)
+    monkeypatch.setattr(capacity, "PARKING", ())
+    spoken, _, in_slots = converse(4, 8, config, slots=4, **axes)
+    assert_same(spoken, config)
+    assert slot_steps < 0.9 * in_slots
 
 
 @pytest.mark.full
@@ -241,5 +267,5 @@ def test_the_fewest_tokens_count_those_that_a_row_holds():
     samples = table.Table(Sizes.for_prompts(1, 1, 1, 1, WIDTH, STEPS), sampling, "cpu")
     samples.add(table.group_requests([request]))
     samples.enter(0)
-    drawn = Drawn(jnp.array([[3]]), jnp.array([[[-1, 5, 6, 7]]]))
+    drawn = sharding.to_host(Drawn(jnp.array([[3]]), jnp.array([[[-1, 5, 6, 7]]])))
     assert samples.stops(drawn, 0).tolist() == [[2]]

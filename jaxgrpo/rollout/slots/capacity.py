@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxgrpo.core import records
 from jaxgrpo.models import delta, sharding
-from jaxgrpo.models.api import AttentionKind, DeltaKind, LayerKind, Model
+from jaxgrpo.models.api import AttentionKind, DeltaKind, LayerKind, Model, ModelConfig
 from jaxgrpo.models.attention import choose_decoding
 from jaxgrpo.models.cache import FP8, Lines, cache_dtype, older_parts
 from jaxgrpo.rollout.engine import SamplingSettings, record_shapes
@@ -29,6 +29,10 @@ LANES = 128  # a TPU pads an array's last dimension, which is the columns of key
 LOGITS = 3  # copies of a step's logits: as they come, scaled or cut, and their exponentials
 COPYING = ("cpu",)
 """Where XLA writes chunks of prompts into bfloat16 through a float32 copy, of all layers."""
+PARKING = ("cpu",)
+"""Where a sample whose turn has ended moves out of its slot for another that waits: there a step
+takes as long as it has slots. Elsewhere a slot that is paused costs little, since a step reads the
+weights and what is live, and the bytes of a place aside are better one more slot."""
 SLOTS_OF_CPU = 64
 """Slots of a CPU device where none are asked for: enough for its products to be limited by
 arithmetic; with more, more of them idle while the last samples of a step end."""
@@ -44,10 +48,18 @@ class Sizes(NamedTuple):
     rows: int  # A, of the prompts' cache
     width: int  # S, its columns
     readers: int  # of a row, at most
+    parked: int = 0  # K, places aside for what slots hold of samples that wait for replies
 
     @classmethod
     def for_prompts(
-        cls, slots: int, bins: int, prompts: int, group: int, width: int, turns: int = 0
+        cls,
+        slots: int,
+        bins: int,
+        prompts: int,
+        group: int,
+        width: int,
+        turns: int = 0,
+        parks: bool = False,
     ) -> Sizes:
         """Sizes for `prompts` prompts of at most `width` tokens over all bins.
 
@@ -58,23 +70,30 @@ class Sizes(NamedTuple):
           slots: over all bins; 0: one for each sample.
           turns: tokens of a sample before its last turn, at most; such samples read a row each from
             the first turn on: a step computes as many readers for all rows.
+          parks: samples that wait for a reply may give up their slots.
         """
         per_bin = -(-prompts // bins)
         slots = min(-(-slots // bins) or per_bin * group, per_bin * group)
+        parked = min(slots, per_bin * group - slots) if parks else 0
         if turns:
-            readers = 1
-            rows = min(per_bin * group, math.ceil(OWN_ROWS_PER_SLOT * slots) + OWN_ROWS)
+            readers, under_way = 1, slots + parked
+            rows = min(per_bin * group, math.ceil(OWN_ROWS_PER_SLOT * under_way) + OWN_ROWS)
         else:
             readers = group
             rows = min(per_bin, max(2, -(-ROWS_PER_SLOT * slots // group)))
         # The last prompt token opens a slot, the others make up the row.
         columns = -(-max(1, width + turns - 1) // COLUMNS) * COLUMNS
-        return cls(bins, per_bin, group, slots, rows, columns, readers)
+        return cls(bins, per_bin, group, slots, rows, columns, readers, parked)
 
     @property
     def aligned(self) -> bool:
         """Whether each sample has a slot, and each prompt a row, from beginning to end."""
         return self.rows == self.prompts and self.slots == self.prompts * self.group
+
+
+def parks(settings: SamplingSettings, platform: str) -> bool:
+    """Whether samples that wait for a reply give up their slots where others wait for one."""
+    return settings.max_turns > 1 and platform in PARKING
 
 
 def chunk_shape(sizes: Sizes) -> tuple[int, int]:
@@ -95,6 +114,31 @@ class Capacity(NamedTuple):
         return self.state + self.working
 
 
+class _Caches(NamedTuple):
+    """Bytes of keys and values of one layer on a device."""
+
+    config: ModelConfig
+    tensor: int  # devices that heads are divided over
+    platform: str
+    size: int  # bytes of a number
+    has_lines: bool
+
+    def columns(self, kind: AttentionKind, batch: int, columns: int) -> int:
+        """Of so many sequences of so many columns."""
+        heads, key_size, value_size = self.config.cached(kind)
+        key_columns = -(-columns // LANES) * LANES if self.platform == "tpu" else columns
+        numbers = key_size * key_columns + value_size * columns
+        return batch * max(1, heads // self.tensor) * numbers * self.size
+
+    def ring(self, settings: SamplingSettings, kind: AttentionKind, recent: int, older: int) -> int:
+        """Of the own tokens of so many sequences with a current block, and with what is older."""
+        longest, block = settings.max_completion_tokens, settings.segment_tokens
+        if self.has_lines:
+            return self.columns(kind, older, Lines.columns(longest))
+        parts, columns = older_parts(min(longest, kind.window or longest), block)
+        return self.columns(kind, recent, block) + parts * self.columns(kind, older, columns)
+
+
 def capacity(
     model: Model, settings: SamplingSettings, mesh: Mesh, prompts: int, group: int, width: int
 ) -> Capacity:
@@ -106,28 +150,17 @@ def capacity(
       group, width: samples of each, and tokens that each may have.
     """
     config, tensor, bins = model.config, mesh.shape["tensor"], sharding.num_bins(mesh)
-    sizes = Sizes.for_prompts(settings.slots, bins, prompts, group, width, settings.turn_tokens)
     longest, device = settings.max_completion_tokens, mesh.devices.flat[0]
     dtype, platform = cache_dtype(settings.kv_cache_dtype, config), device.platform
+    turn_tokens, may_park = settings.turn_tokens, parks(settings, platform)
+    sizes = Sizes.for_prompts(settings.slots, bins, prompts, group, width, turn_tokens, may_park)
     has_lines = choose_decoding(device, model, dtype, mesh, settings.attention).has_lines
     size = jnp.dtype(dtype).itemsize
-
-    def cache_bytes(kind: AttentionKind, batch: int, columns: int) -> int:
-        heads, key_size, value_size = config.cached(kind)
-        key_columns = -(-columns // LANES) * LANES if platform == "tpu" else columns
-        numbers = key_size * key_columns + value_size * columns
-        return batch * max(1, heads // tensor) * numbers * size
-
-    def ring_bytes(kind: AttentionKind) -> int:
-        in_slots = functools.partial(cache_bytes, kind, sizes.slots)
-        if has_lines:
-            return in_slots(Lines.columns(longest))
-        block = settings.segment_tokens
-        parts, columns = older_parts(min(longest, kind.window or longest), block)
-        return in_slots(block) + parts * in_slots(columns)
-
-    rings = [ring_bytes(kind) for kind in config.attention]
-    shared = cache_bytes(config.attention[0], sizes.rows, sizes.width) if rings else 0
+    caches = _Caches(config, tensor, platform, size, has_lines)
+    ring = functools.partial(caches.ring, settings)
+    rings = [ring(kind, sizes.slots, sizes.slots) for kind in config.attention]
+    aside = sum(ring(kind, 0, sizes.parked) for kind in config.attention)
+    shared = caches.columns(config.attention[0], sizes.rows, sizes.width) if rings else 0
     computed, largest = cache_dtype("auto", config), max(rings, default=0)
     states, sequences = state_bytes(config.kinds, computed, tensor), sizes.slots + sizes.rows
     samples = sizes.prompts * group * longest * _token_bytes(config.kinds, settings)
@@ -135,8 +168,9 @@ def capacity(
     copied = len(rings) * shared * 4 // size * is_copied
     if is_copied and dtype == FP8:  # a layer's cache is converted while it is read
         copied = max(copied, (largest + shared) * jnp.dtype(computed).itemsize)
+    recurrent = (sequences + sizes.parked) * sum(states)
     return Capacity(
-        state=len(rings) * shared + sum(rings) + sequences * sum(states) + samples,
+        state=len(rings) * shared + sum(rings) + aside + recurrent + samples,
         recurrent=sizes.slots * sum(states),
         working=max(
             LOGITS * (4 * sizes.slots * config.vocab_size // tensor),

@@ -64,7 +64,7 @@ class Parts(NamedTuple):
 
 def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
     """Empty places, slots and caches."""
-    bins, prompts, group, slots, rows, width, readers = sizes
+    bins, prompts, group, slots, rows, width, readers, _ = sizes
     config, settings, places = parts.model.config, parts.settings, prompts * group
     longest, block = settings.max_completion_tokens, settings.segment_tokens
     dtype = cache_dtype(settings.kv_cache_dtype, config)

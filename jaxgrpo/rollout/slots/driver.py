@@ -22,7 +22,7 @@ from jaxgrpo.models.api import Model
 from jaxgrpo.models.sequences import check_tokens
 from jaxgrpo.rollout.engine import Request, SamplingSettings, Turn
 from jaxgrpo.rollout.slots import shrinking
-from jaxgrpo.rollout.slots.capacity import Sizes, fitting_slots
+from jaxgrpo.rollout.slots.capacity import Sizes, fitting_slots, parks
 from jaxgrpo.rollout.slots.programs import Programs, make_programs
 from jaxgrpo.rollout.slots.rows import Rows, prefill_batches
 from jaxgrpo.rollout.slots.shrinking import Shrinking, Size
@@ -171,7 +171,8 @@ class SlotEngine:
         bins = 1 if self.mesh is None else sharding.num_bins(self.mesh)
         slots = self.slots_for(-(-places // bins) * bins, largest)
         turn_tokens, has_turns = self.settings.turn_tokens, self.settings.max_turns > 1
-        sizes = Sizes.for_prompts(slots, bins, places, largest, self.width, turn_tokens)
+        may_park = parks(self.settings, _platform(params))
+        sizes = Sizes.for_prompts(slots, bins, places, largest, self.width, turn_tokens, may_park)
         choose = lambda size: self._choose(size, largest)  # noqa: E731
         slot_sizes = Shrinking(self.programs, sizes, choose, self.compiled, has_turns)
         session = _Session(self.programs, self.settings, sizes, slot_sizes, params)
@@ -218,6 +219,11 @@ class SlotEngine:
                 )
 
 
+def _platform(params: Params) -> str:
+    """Of the devices that hold the parameters."""
+    return next(iter(jax.tree.leaves(params)[0].devices())).platform
+
+
 class _Session:
     """From the first sample under way to the last."""
 
@@ -230,9 +236,9 @@ class _Session:
         params: Params,
     ):
         self.programs, self.settings, self.params, self.slots = programs, settings, params, slots
-        platform = next(iter(jax.tree.leaves(params)[0].devices())).platform
-        self.table, self.rows = Table(sizes, settings, platform), Rows(sizes)
+        self.table, self.rows = Table(sizes, settings, _platform(params)), Rows(sizes)
         self.state: DecodeState = programs.begin(sizes)
+        self.aside = programs.aside(self.state, sizes.parked) if sizes.parked else None
         self.segment = 0  # the number of the next one
         self.admitted = 0  # the first segment with all that was admitted
         self.unread: tuple[int, Counters, Drawn | None] | None = None  # of the segment before
@@ -270,8 +276,9 @@ class _Session:
 
     def reply(self, going_on: Collection[tuple[int, int]]) -> None:
         """Lets samples go on whose next turns were submitted, and those go that will not."""
+        self.table.parking.slots = self.slots.size.slots
         if (replies := self.table.replies(going_on, self.segment, self.rows)) is not None:
-            self.state = self.programs.reply(self.state, replies)
+            self.state, self.aside = self.programs.reply(self.state, self.aside, replies)
             for chunk in chunks_of_replies(self.table.sizes, replies.chunked):
                 self.state = self.programs.give(self.params, self.state, *chunk)
 

@@ -27,6 +27,7 @@ from jaxgrpo.rollout.slots.state import (
     Finals,
     Replies,
     Samples,
+    SlotContents,
     take,
 )
 
@@ -48,7 +49,10 @@ class Programs(NamedTuple):
     take_slots: Callable[..., Any]
     drawn: Callable[[Samples], Drawn]
     cut: Callable[[DecodeState, np.ndarray], DecodeState]
-    reply: Callable[[DecodeState, Replies], DecodeState]
+    aside: Callable[[DecodeState, int], SlotContents]  # so many empty places of each bin
+    reply: Callable[
+        [DecodeState, SlotContents | None, Replies], tuple[DecodeState, SlotContents | None]
+    ]
     give: Callable[..., DecodeState]  # (params, state, place, size, left)
     finals: Callable[[Samples, np.ndarray], Finals]
 
@@ -98,7 +102,8 @@ def make_programs(
         take_slots=jax.jit(decoding.take_slots),
         drawn=jax.jit(bind(replying.drawn, parts)),
         cut=jax.jit(bind(replying.cut, settings), donate_argnums=0),
-        reply=jax.jit(bind(replying.reply, parts), donate_argnums=0),
+        aside=jax.jit(replying.empty_places, static_argnums=1),
+        reply=jax.jit(bind(replying.reply, parts), donate_argnums=(0, 1)),
         give=jax.jit(bind(replying.give, parts), donate_argnums=1),
         finals=jax.jit(bind(decoding.finals, parts)),
     )

@@ -1,8 +1,9 @@
-"""Turns of samples that ended: cut where a text says so, answered in their slots, or let go.
+"""Turns of samples that ended: cut where a text says so, answered, or let go.
 
-A sample that may go on keeps its slot, which is then paused: what it writes while others decode is
-kept nowhere, and its keys and values stay. The tokens of a reply are written behind its turn. Those
-of a long one are computed in chunks, others fed one by one, as those that a sample begins with.
+A slot whose sample may go on is paused: what it writes while others decode is kept nowhere, and the
+sample's keys and values stay, or move to a place aside, so that another sample decodes there, and
+back into a slot that is free. The tokens of a reply are written behind its turn. Those of a long
+one are computed in chunks, others fed one by one, as those that a sample begins with.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from jaxgrpo.rollout.slots.decoding import Parts, laid_out
 from jaxgrpo.rollout.slots.state import (
     DecodeState,
     Drawn,
+    Moves,
     Pauses,
     Replies,
     Samples,
+    SlotContents,
     put,
     take,
 )
@@ -87,11 +90,25 @@ def _paused_where_cut(
     )
 
 
-def reply(parts: Parts, state: DecodeState, replies: Replies) -> DecodeState:
-    """Frees slots, and lets samples go on in theirs with the tokens that are given."""
+def reply(
+    parts: Parts, state: DecodeState, aside: SlotContents | None, replies: Replies
+) -> tuple[DecodeState, SlotContents | None]:
+    """Frees slots, moves samples out of theirs and back, and lets some go on with the tokens that
+    are given.
+
+    Args:
+      aside: what slots held of samples that have moved out; None: none ever does.
+    """
     samples, longest = state.samples, state.samples.tokens.shape[-1]
     assert state.pauses is not None
+    is_free = state.pauses.mask & take(jnp.asarray(replies.leaves), state.sample)
+    pauses = dataclasses.replace(state.pauses, mask=state.pauses.mask & ~is_free)
+    state = dataclasses.replace(state, pauses=pauses)
+    if aside is not None:
+        state, aside = _moved(state, pauses, aside, replies.moves)
     pauses, limit = state.pauses, longest if samples.limit is None else samples.limit
+    assert pauses is not None
+    assert samples.offset is not None
     goes_on, words = jnp.asarray(replies.goes_on), jnp.asarray(replies.tokens)
     place = jnp.asarray(replies.start)[..., None] + jnp.arange(words.shape[-1])
     place = jnp.where(goes_on[..., None] & (words >= 0), place, longest)
@@ -100,13 +117,12 @@ def reply(parts: Parts, state: DecodeState, replies: Replies) -> DecodeState:
     samples = dataclasses.replace(
         samples,
         tokens=jax.vmap(jax.vmap(put_row))(samples.tokens, place, words),
-        offset=jnp.where(goes_on, offset, 0 if samples.offset is None else samples.offset),
+        offset=jnp.where(goes_on, offset, samples.offset),
         limit=jnp.where(goes_on, replies.limit, limit),
         stopped=samples.stopped & ~goes_on,
         ended=samples.ended & ~goes_on,
     )
     is_on = pauses.mask & take(goes_on, state.sample)
-    is_free = pauses.mask & take(jnp.asarray(replies.leaves), state.sample)
     memory = state.memory
     if not parts.attention.has_lines:
         chunked = take(jnp.asarray(replies.chunked), state.sample)  # room for these between
@@ -115,10 +131,91 @@ def reply(parts: Parts, state: DecodeState, replies: Replies) -> DecodeState:
         state,
         samples=samples,
         live=state.live | is_on,
-        pauses=dataclasses.replace(pauses, mask=pauses.mask & ~is_on & ~is_free),
+        pauses=dataclasses.replace(pauses, mask=pauses.mask & ~is_on),
         memory=memory,
     )
-    return laid_out(parts, state)
+    return laid_out(parts, state), aside
+
+
+def empty_places(state: DecodeState, number: int) -> SlotContents:
+    """So many places of each bin for what a slot holds."""
+    bins = state.sample.shape[0]
+    assert state.pauses is not None
+    empty = lambda leaf: jnp.zeros((bins * number, *leaf.shape[1:]), leaf.dtype)  # noqa: E731
+    return jax.tree.map(empty, _contents(state, state.pauses))
+
+
+def _contents(state: DecodeState, pauses: Pauses) -> SlotContents:
+    """What the slots hold. A ring's current block is among what is older when a segment ends."""
+    memory = [slots.older if isinstance(slots, Ring) else slots for _, slots in state.memory]
+    index, token, clock = (x.reshape(-1) for x in (state.index, state.token, pauses.clock))
+    return SlotContents(index, token, clock, memory)
+
+
+def _moved(
+    state: DecodeState, pauses: Pauses, aside: SlotContents, moves: Moves
+) -> tuple[DecodeState, SlotContents]:
+    """Paused samples out of their slots, and others back into slots that are free then."""
+    bins, slots = state.sample.shape
+    total = state.samples.length.shape[1]
+    contents, out, back = _contents(state, pauses), jnp.asarray(moves.out), jnp.asarray(moves.back)
+    at_slots = pauses.mask[:, None] & (state.sample[:, None] == out[..., None])  # [D, K, N]
+    slot = at_slots.argmax(-1)
+    aside = _copied(contents, slot, aside, jnp.arange(slot.shape[1]), out < total)
+    mask = pauses.mask & ~at_slots.any(1)
+
+    is_back = back < total
+    free = jnp.argsort(state.live | mask, axis=-1, stable=True)  # [D, N], free slots first
+    number = jnp.cumsum(is_back, axis=-1) - 1
+    slot = take(free, jnp.clip(number, 0, slots - 1))
+    contents = _copied(aside, jnp.arange(slot.shape[1]), contents, slot, is_back)
+    slot = jnp.where(is_back, slot, slots)
+    per_bin = lambda array: array.reshape(bins, slots)  # noqa: E731
+    memory = tuple(
+        (prompts, old._replace(older=new) if isinstance(old, Ring) else new)
+        for (prompts, old), new in zip(state.memory, contents.memory, strict=True)
+    )
+    state = dataclasses.replace(
+        state,
+        sample=put(state.sample, back, slot),
+        index=per_bin(contents.index),
+        token=per_bin(contents.token),
+        pauses=Pauses(mask=put(mask, is_back, slot), clock=per_bin(contents.clock)),
+        memory=memory,
+    )
+    return state, aside
+
+
+def _copied(
+    source: SlotContents, from_: Array, target: SlotContents, to: Array, is_real: Array
+) -> SlotContents:
+    """`target` with what `source` holds at some places.
+
+    Shapes: from_, to and is_real [D, K], or [K] for all bins; which are copied at all is said by
+    is_real.
+    """
+    bins = is_real.shape[0]
+    from_, to = (jnp.broadcast_to(places, is_real.shape) for places in (from_, to))
+    order = jnp.argsort(~is_real, axis=-1, stable=True)
+    from_, to, is_real = (jnp.take_along_axis(x, order, 1) for x in (from_, to, is_real))
+
+    def copy(source: Array, at: Array, target: Array, to: Array, is_real: Array) -> Array:
+        new = jax.lax.dynamic_index_in_dim(source, at, keepdims=False)
+        old = jax.lax.dynamic_index_in_dim(target, to, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(target, jnp.where(is_real, new, old), to, 0)
+
+    def copy_in_bins(step: Array, source: Array, target: Array) -> Array:
+        at = from_[:, step], to[:, step], is_real[:, step]
+        per_bin = [leaf.reshape(bins, -1, *leaf.shape[1:]) for leaf in (source, target)]
+        if bins == 1:  # a slice, and no gather
+            return copy(source, at[0][0], target, at[1][0], at[2][0])
+        return jax.vmap(copy)(per_bin[0], at[0], per_bin[1], *at[1:]).reshape(target.shape)
+
+    def step(number: Array, target: SlotContents) -> SlotContents:
+        along = lambda source, target: copy_in_bins(number, source, target)  # noqa: E731
+        return jax.tree.map(along, source, target)
+
+    return jax.lax.fori_loop(0, is_real.sum(-1).max(), step, target)
 
 
 def _moved_up(memory: Any, is_on: Array, columns: Array) -> Any:

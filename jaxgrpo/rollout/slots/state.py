@@ -118,7 +118,7 @@ def no_samples(
         keys=jnp.zeros((bins, number, 2), jnp.uint32),
         opening=count,
         start=None,
-        offset=None,
+        offset=count if settings.max_turns > 1 else None,
         limit=None,
         greedy=None,
         threshold=zeros[..., 0] if settings.early_stop else None,
@@ -148,15 +148,34 @@ class Entries(NamedTuple):
     state: Any = None  # leaves [D, M, ...], as in `Plays`
 
 
+class SlotContents(NamedTuple):
+    """What slots hold of their samples, B of them."""
+
+    index: Array  # [B] int32, as in `DecodeState`
+    token: Array  # [B] int32
+    clock: Array  # [B] int32, as in `Pauses`
+    memory: Any  # per layer, leaves [B, ...]
+
+
+class Moves(NamedTuple):
+    """Samples that move between slots and the K places aside of each bin, as host arrays [D, K]
+    int32: the places of those that come to each from their slots, and of those that go from each
+    into free slots afterwards; M: none does."""
+
+    out: np.ndarray
+    back: np.ndarray
+
+
 class Replies(NamedTuple):
     """What changes for samples whose turns have ended, as host arrays."""
 
     leaves: np.ndarray  # [D, M] bool, will not go on: its slot is free
     goes_on: np.ndarray  # [D, M] bool
-    start: np.ndarray  # [D, M] int32, where the turn began that has ended
-    tokens: np.ndarray  # [D, M, F] int32, from there on, -1 behind the last: the turn, its reply
+    start: np.ndarray  # [D, M] int32, tokens of the sample so far
+    tokens: np.ndarray  # [D, M, F] int32, of the reply, -1 behind the last
     chunked: np.ndarray  # [D, M] int32, tokens of the reply that will be computed in chunks
     limit: np.ndarray  # [D, M] int32, as in `Samples`, where it goes on
+    moves: Moves
 
 
 class Counters(NamedTuple):

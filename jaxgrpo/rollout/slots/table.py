@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxgrpo.rollout.engine import Answered, Reason, Request, SamplingSettings, Turn
 from jaxgrpo.rollout.slots.capacity import CHUNK, CHUNK_TOKENS, Sizes
+from jaxgrpo.rollout.slots.parking import Parking
 from jaxgrpo.rollout.slots.rows import Filling, Rows
 from jaxgrpo.rollout.slots.state import Drawn, Entries, Finals, Replies
 
@@ -27,6 +28,7 @@ LEAST_CHUNKED = {"cpu": NEVER}
 A chunk takes as long however few of its tokens are real. On two cores feeding replies of 64 tokens
 took .74 of the time, and of 256 .71 (docs/performance.md)."""
 ELSEWHERE = 32
+FEWEST_FED = 16  # tokens that the devices get for each place: so many, or four times as many, ...
 
 
 class Group(NamedTuple):
@@ -76,11 +78,15 @@ class Leaver(NamedTuple):
 
 
 class Paused(NamedTuple):
-    """A sample whose turn has ended, and which may go on in its slot."""
+    """A sample whose turn has ended, and which may go on from where it is."""
 
     bin: int
     place: int
     party: Party
+
+    @property
+    def at(self) -> tuple[int, int]:
+        return self.bin, self.place
 
 
 class Table:
@@ -105,7 +111,8 @@ class Table:
         self._start = np.zeros(places, int)  # `Samples.start`
         self.length: np.ndarray = np.zeros(places, int)  # tokens when its turn had ended
         self._paused: dict[tuple[int, int], Paused] = {}  # by ordinal and sample
-        self._replies: list[tuple[Paused, Request]] = []
+        self._replies: dict[tuple[int, int], tuple[Paused, Request]] = {}  # by bin and place
+        self.parking = Parking(sizes)
 
     def add(self, groups: Sequence[Group]) -> None:
         """Puts groups behind those that wait, as many in each bin, the idlest one first.
@@ -145,14 +152,17 @@ class Table:
         return len(self._paused)
 
     def is_paused(self, request: Request) -> bool:
-        """Whether it is the next turn of a sample that keeps its slot; one whose conversation was
+        """Whether it is the next turn of a sample that goes on; one whose conversation was
         rewritten begins again."""
         key = request.ordinal, request.sample
         return bool(request.offset) and not request.chunked and key in self._paused
 
     def go_on(self, request: Request) -> None:
-        """Takes the next turn of a sample that keeps its slot."""
-        self._replies.append((self._paused.pop((request.ordinal, request.sample)), request))
+        """Takes the next turn of a sample that goes on."""
+        paused = self._paused.pop((request.ordinal, request.sample))
+        self._replies[paused.at] = paused, request
+        if self.parking.is_aside(paused.at):
+            self.parking.answer(paused.at)
 
     def replies(
         self, going_on: Collection[tuple[int, int]], segment: int, rows: Rows
@@ -164,29 +174,32 @@ class Table:
 
         Returns: what changes; None: nothing does.
         """
-        leaving = [key for key in self._paused if key not in going_on]
-        if not leaving and not self._replies:
-            return None
+        self.parking.begin()
         places = self.queue.shape
         leaves, goes_on = np.zeros(places, bool), np.zeros(places, bool)
-        for key in leaving:
+        for key in [key for key in self._paused if key not in going_on]:
             bin_, place, party = self._paused.pop(key)
             leaves[bin_, place] = True
             self._leave(bin_, place, party, rows)
+        in_slots = [at for at in self._replies if not self.parking.is_aside(at)]
+        waiting = (paused.at for paused in self._paused.values())
+        moves, back = self.parking.move(at for at in waiting if not self.parking.is_aside(at))
+        going = [self._replies.pop(at) for at in (*in_slots, *back)]
+        if not going and not leaves.any() and not self.parking.moves_any(moves):
+            return None
         limit, start, chunked = (np.zeros(places, np.int32) for _ in range(3))
         fed: dict[tuple[int, int], np.ndarray] = {}
-        for (bin_, place, party), request in self._replies:
-            before, at = party.requests[place], (bin_, place)
-            goes_on[at], party.requests[place] = True, request
-            fed[at], start[at] = request.tokens[len(before.tokens) :], self._begin[at]
-            self._begin[at] += len(fed[at])
-            number = self._begin[at] - self.length[at]  # of the reply
-            chunked[at] = number if number >= self._least_chunked else 0
+        for paused, request in going:
+            before, at = paused.party.requests[paused.place], paused.at
+            goes_on[at], paused.party.requests[paused.place] = True, request
+            turn, start[at] = self.length[at] - self._begin[at], self.length[at]
+            fed[at] = request.tokens[len(before.tokens) + turn :]
+            self._begin[at] = start[at] + len(fed[at])
+            chunked[at] = len(fed[at]) if len(fed[at]) >= self._least_chunked else 0
             limit[at] = self._begin[at] + request.limit
             self._await_strings(at, request, segment)
-        self._replies = []
         tokens = _padded(fed, places, self.settings.max_completion_tokens)
-        return Replies(leaves, goes_on, start, tokens, chunked, limit)
+        return Replies(leaves, goes_on, start, tokens, chunked, limit, moves)
 
     @property
     def is_in_order(self) -> bool:
@@ -235,6 +248,7 @@ class Table:
                 tokens = party.group.prompt[:-1]
                 party.row = rows.give(bin_, [*party.requests], len(tokens))
                 fillings[bin_].append(Filling(tokens, party.row))
+                self.parking.queue(bin_, len(party.requests))
                 for place in party.requests:
                     self.queue[bin_, self.ready[bin_] % self.queue.shape[1]] = place
                     self.ready[bin_] += 1
@@ -265,6 +279,7 @@ class Table:
 
     def _leave(self, bin_: int, place: int, party: Party, rows: Rows) -> None:
         """Frees a place, and with the last of a group its row."""
+        self.parking.leave((bin_, place))
         del party.requests[place]
         self._free[bin_].append(place)
         if not party.requests:
@@ -346,10 +361,12 @@ class Table:
 def _padded(
     fed: Mapping[tuple[int, int], np.ndarray], places: tuple[int, ...], longest: int
 ) -> np.ndarray:
-    """[D, M, F]: the tokens of some places, -1 behind the last; F is a power of two, so that few
-    sizes are compiled."""
-    most = max(map(len, fed.values()), default=0)
-    width = min(longest, 1 << max(0, most - 1).bit_length())
+    """[D, M, F]: the tokens of some places, -1 behind the last; F is one of few numbers, since each
+    is compiled."""
+    most, width = max(map(len, fed.values()), default=0), FEWEST_FED
+    while width < most:
+        width *= 4
+    width = min(longest, width)
     array = np.full((*places, width), -1, np.int32)
     for at, tokens in fed.items():
         array[at][: len(tokens)] = tokens
