@@ -58,12 +58,13 @@ def make_blueprint(
     resolved_remat = decoder.choose_remat(remat, mesh.devices.flat[0].platform)
     sizes = (work.prompts, work.samples, work.longest, work.completion)
     model = decoder.build(config, constrain=sharding.constrain(mesh), remat=resolved_remat)
+    geometry = packing.make_geometry(sizes, mesh, tokens, has_experts=config.has_experts)
     return Blueprint(
         model=model,
         chain=advantages.build("grpo"),
         objective=losses.Objective(losses.clip(), losses.token_mean()),
         optimizer=optax.adamw(1e-6),
-        geometry=packing.make_geometry(sizes, mesh, tokens).for_models([model]),
+        geometry=geometry.for_models([model]),
         sampling=SamplingSettings(work.completion, 1.0, (), 0, work.completion),
         mesh=mesh,
     )

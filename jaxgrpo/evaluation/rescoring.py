@@ -76,7 +76,9 @@ def make_rescorer(
         base_params = {} if base is None else base.read()
         groups, samples, steps = rollouts.token_mask.shape
         sizes = groups, samples, rollouts.prompt_tokens.shape[1], steps
-        geometry = packing.make_geometry(sizes, mesh, tokens).for_models(models)
+        has_experts = any(model.config.has_experts for model in models)
+        geometry = packing.make_geometry(sizes, mesh, tokens, has_experts=has_experts)
+        geometry = geometry.for_models(models)
         lengths = sharding.to_host(measure(rollouts))
         plan = packing.plan(lengths, np.ones((groups, samples), bool), geometry)
         return program(params, base_params, rollouts, plan, geometry.tokens)

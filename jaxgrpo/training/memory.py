@@ -233,8 +233,8 @@ def fitting_geometry(
     parts = update_bytes(model, mesh, optimizer, geometry.tokens, *settings)
     bytes_per_token = parts.pop("activations") / geometry.tokens
     room = int(free_beside(mesh, persistent + sum(parts.values())) / bytes_per_token)
-    sizes, rest = geometry[:4], (geometry.minibatches, room, geometry.has_forks)
-    fitting = packing.make_geometry(sizes, mesh, None, *rest)
+    rest = geometry.minibatches, room, geometry.has_forks, model.config.has_experts
+    fitting = packing.make_geometry(geometry[:4], mesh, None, *rest)
     return fitting._replace(records=geometry.records, recurs=geometry.recurs)
 
 

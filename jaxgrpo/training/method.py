@@ -57,7 +57,8 @@ def build_method(
     mesh, model, rollout, train = pretrained.mesh, pretrained.model, config.rollout, config.train
     sampling_mesh = _sampling_mesh(rollout, config.mesh.sampling_tensor, mesh)
     recorded = record_shapes(model.config.kinds, sampling.support, train.routing == "replay")
-    geometry = _geometry(rollout, train, mesh, config.data.forks)._replace(records=recorded)
+    more = {"has_forks": config.data.forks, "has_experts": model.config.has_experts}
+    geometry = _geometry(rollout, train, mesh, **more)._replace(records=recorded)
     named = config.named_chain if advantage is None else advantage
     recipe = methods.make_recipe(named, rewards, rollout.refill is not None)
     chain = methods.make_chain(config.loss, recipe)
@@ -216,15 +217,14 @@ def attention_lines(
     }
 
 
-def _geometry(
-    rollout: RolloutKeys, train: TrainKeys, mesh: Mesh, has_forks: bool
-) -> packing.Geometry:
+def _geometry(rollout: RolloutKeys, train: TrainKeys, mesh: Mesh, **more: bool) -> packing.Geometry:
+    """Args: more: as in `packing.make_geometry`."""
     sizes = (
         *(rollout.prompts_per_step, rollout.group_size),
         *(rollout.max_prompt_tokens, rollout.max_completion_tokens),
     )
     tokens, minibatches = train.tokens_per_micro_batch, train.minibatches
-    geometry = packing.make_geometry(sizes, mesh, tokens, minibatches, has_forks=has_forks)
+    geometry = packing.make_geometry(sizes, mesh, tokens, minibatches, **more)
     packing.check_geometry(geometry)
     sharding.check_divides(mesh, "train.tokens_per_micro_batch", geometry.tokens, "sequence")
     return geometry

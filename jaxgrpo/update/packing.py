@@ -40,6 +40,9 @@ Measured on two cores (docs/performance.md): 1024 to 2048 take the same time for
 the fewer there are, the closer the time follows what is live. A GPU or TPU needs more at a time.
 """
 ELSEWHERE = 16384
+FOR_EXPERTS = {"cpu": 2}
+"""By platform, how many times as many where models have experts, whose matrices are read for the
+few tokens that each gets: .87 of a step's time (benchmarks/results/2026-11-29-experts.md)."""
 
 
 class Geometry(NamedTuple):
@@ -149,16 +152,19 @@ def make_geometry(
     minibatches: int = 1,
     room: int | None = None,
     has_forks: bool = False,
+    has_experts: bool = False,
 ) -> Geometry:
     """The sizes P, G, S, T of a run on a mesh; `tokens` = None: those of `default_tokens`.
 
     Args:
       room: the tokens of a micro-batch that fit into memory; None: any number.
       has_forks: as in `Geometry`.
+      has_experts: some model that it is for has.
     """
     bins, (prompts, samples, width, steps) = sharding.num_bins(mesh), sizes
     update_sizes = (prompts // minibatches, samples, width, steps)
-    most = TOKENS.get(mesh.devices.flat[0].platform, ELSEWHERE)
+    platform = mesh.devices.flat[0].platform
+    most = TOKENS.get(platform, ELSEWHERE) * (FOR_EXPERTS.get(platform, 1) if has_experts else 1)
     tokens = tokens or default_tokens(update_sizes, bins, most if room is None else min(most, room))
     return Geometry(*sizes, bins, tokens, minibatches, has_forks)
 

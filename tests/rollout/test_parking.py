@@ -94,6 +94,11 @@ def test_places_aside_are_as_many_as_samples_without_slots_and_no_more_than_slot
     assert Sizes.for_prompts(slots, 1, 3, 2, 8).parked == 0
 
 
+def test_samples_with_rows_of_their_own_wait_aside_as_far_as_there_are_rows():
+    sizes = Sizes.for_prompts(16, 1, 16, 4, 8, turns=24, parks=True)
+    assert (sizes.rows, sizes.parked) == (28, 12)
+
+
 @pytest.mark.parametrize("config", [tiny.UNIFORM, tiny.HYBRID], ids=["full", "states"])
 def test_what_is_aside_counts_as_memory(monkeypatch, config):
     settings = SETTINGS._replace(slots=16)

@@ -7,6 +7,8 @@ import pytest
 import tiny
 
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.models import sharding
+from jaxgrpo.update import packing
 from jaxgrpo.update.packing import (
     ELSEWHERE,
     TOKENS,
@@ -164,6 +166,16 @@ def test_ragged_work_is_computed_nearly_without_padding():
 def test_a_micro_batch_holds_whole_groups_where_they_fit(sizes, bins, room, want):
     assert default_tokens(sizes, bins, room) == want
     check_geometry(make_geometry(sizes, bins, want))
+
+
+def test_models_with_experts_take_twice_as_many_tokens_at_a_time_on_a_cpu():
+    mesh, sizes = sharding.make_mesh(data=4), (32, 8, 64, 128)
+    for room, expected in ((None, [1088, 2176]), (1280, [1088, 1088])):
+        tokens = [
+            packing.make_geometry(sizes, mesh, None, room=room, has_experts=has_experts).tokens
+            for has_experts in (False, True)
+        ]
+        assert tokens == expected
 
 
 def test_a_micro_batch_too_small_for_one_sample_is_refused():

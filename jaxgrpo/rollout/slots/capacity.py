@@ -76,8 +76,9 @@ class Sizes(NamedTuple):
         slots = min(-(-slots // bins) or per_bin * group, per_bin * group)
         parked = min(slots, per_bin * group - slots) if parks else 0
         if turns:
-            readers, under_way = 1, slots + parked
-            rows = min(per_bin * group, math.ceil(OWN_ROWS_PER_SLOT * under_way) + OWN_ROWS)
+            readers = 1
+            rows = min(per_bin * group, math.ceil(OWN_ROWS_PER_SLOT * slots) + OWN_ROWS)
+            parked = min(parked, rows - slots)  # a sample has its row wherever it is
         else:
             readers = group
             rows = min(per_bin, max(2, -(-ROWS_PER_SLOT * slots // group)))
