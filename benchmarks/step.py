@@ -25,7 +25,7 @@ from benchmarks.common import matmul_rate, report, timed
 from benchmarks.workloads import MODELS, WORKLOADS, Workload, make_prompts, model_config
 from jaxgrpo import advantages, losses
 from jaxgrpo.core.types import Learner
-from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models import decoder, routing, sharding
 from jaxgrpo.models.api import ModelConfig
 from jaxgrpo.planning.costs import forward_flops
 from jaxgrpo.rollout.batch import draw
@@ -58,7 +58,9 @@ def make_blueprint(
     resolved_remat = decoder.choose_remat(remat, mesh.devices.flat[0].platform)
     sizes = (work.prompts, work.samples, work.longest, work.completion)
     model = decoder.build(config, constrain=sharding.constrain(mesh), remat=resolved_remat)
-    geometry = packing.make_geometry(sizes, mesh, tokens, has_experts=config.has_experts)
+    geometry = packing.make_geometry(
+        sizes, mesh, tokens, has_experts=routing.has_experts(config.kinds)
+    )
     return Blueprint(
         model=model,
         chain=advantages.build("grpo"),

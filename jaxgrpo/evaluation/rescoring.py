@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxgrpo.core import records
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params, Rollouts, TrainBatch
-from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models import decoder, routing, sharding
 from jaxgrpo.models.api import Model, ModelConfig, stacked_params
 from jaxgrpo.models.distributions import full_kl
 from jaxgrpo.update import packing
@@ -76,7 +76,7 @@ def make_rescorer(
         base_params = {} if base is None else base.read()
         groups, samples, steps = rollouts.token_mask.shape
         sizes = groups, samples, rollouts.prompt_tokens.shape[1], steps
-        has_experts = any(model.config.has_experts for model in models)
+        has_experts = any(routing.has_experts(model.config.kinds) for model in models)
         geometry = packing.make_geometry(sizes, mesh, tokens, has_experts=has_experts)
         geometry = geometry.for_models(models)
         lengths = sharding.to_host(measure(rollouts))

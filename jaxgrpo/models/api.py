@@ -266,11 +266,6 @@ class ModelConfig:
         return any(isinstance(kind.mixer, DeltaKind) for kind in self.kinds)
 
     @property
-    def has_experts(self) -> bool:
-        """Whether tokens pass some of many experts."""
-        return any(isinstance(kind.feed, ExpertsKind) for kind in self.kinds)
-
-    @property
     def adapted(self) -> tuple[str, ...]:
         """The names in LINEAR that have adapters, of the maps that its layers have."""
         kinds, modules = {*self.kinds}, () if self.lora is None else self.lora.modules

@@ -7,7 +7,7 @@ own gate values and gradients, of the experts that drew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,11 @@ from jax import Array
 
 from jaxgrpo.core.metrics import Metrics, mean
 from jaxgrpo.models.api import ExpertsKind, LayerKind, LayerMemory, highest_scores
+
+
+def has_experts(kinds: Iterable[LayerKind]) -> bool:
+    """Whether tokens pass some of many experts."""
+    return any(isinstance(kind.feed, ExpertsKind) for kind in kinds)
 
 
 def recorded(kinds: Sequence[LayerKind]) -> tuple[int, int] | None:

@@ -162,7 +162,7 @@ def _trips(
     loop: Instruction, condition: Sequence[Instruction], body: Sequence[Instruction]
 ) -> int | None:
     """How often a loop runs that counts from 0 to a constant, or whose name says it (the blocks of
-    `models.experts`); None: the program computes it."""
+    `models.kernels.expert_rows`); None: the program computes it."""
     if match := _TRIPS.search(loop.tail) or _NAMED_TRIPS.search(loop.tail):
         return int(match[1])
     constants, root = _constants(condition), _root(condition)

@@ -21,7 +21,7 @@ from jaxgrpo.core.chips import CHIPS, JAX_SHARE, find_chip
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner
 from jaxgrpo.losses import Objective
-from jaxgrpo.models import decoder, lora, low_bit, sharding
+from jaxgrpo.models import decoder, lora, low_bit, routing, sharding
 from jaxgrpo.models.api import LAYERS, Model
 from jaxgrpo.models.counts import activations
 from jaxgrpo.models.logprobs import LOGITS_PER_CHUNK, chunk_tokens
@@ -233,7 +233,7 @@ def fitting_geometry(
     parts = update_bytes(model, mesh, optimizer, geometry.tokens, *settings)
     bytes_per_token = parts.pop("activations") / geometry.tokens
     room = int(free_beside(mesh, persistent + sum(parts.values())) / bytes_per_token)
-    rest = geometry.minibatches, room, geometry.has_forks, model.config.has_experts
+    rest = geometry.minibatches, room, geometry.has_forks, routing.has_experts(model.config.kinds)
     fitting = packing.make_geometry(geometry[:4], mesh, None, *rest)
     return fitting._replace(records=geometry.records, recurs=geometry.recurs)
 

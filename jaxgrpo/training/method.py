@@ -12,7 +12,8 @@ from jaxgrpo.config import methods
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import ReferenceKeys, RolloutKeys, TrainKeys
 from jaxgrpo.losses import Objective
-from jaxgrpo.models import attention, decoder, sharding
+from jaxgrpo.models import attention, decoder, routing, sharding
+from jaxgrpo.models.api import LayerKind
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.engine import SamplingSettings, record_shapes
 from jaxgrpo.rollout.slots.driver import SlotEngine
@@ -57,8 +58,7 @@ def build_method(
     mesh, model, rollout, train = pretrained.mesh, pretrained.model, config.rollout, config.train
     sampling_mesh = _sampling_mesh(rollout, config.mesh.sampling_tensor, mesh)
     recorded = record_shapes(model.config.kinds, sampling.support, train.routing == "replay")
-    more = {"has_forks": config.data.forks, "has_experts": model.config.has_experts}
-    geometry = _geometry(rollout, train, mesh, **more)._replace(records=recorded)
+    geometry = _geometry(rollout, train, mesh, config.data.forks, model.config.kinds)
     named = config.named_chain if advantage is None else advantage
     recipe = methods.make_recipe(named, rewards, rollout.refill is not None)
     chain = methods.make_chain(config.loss, recipe)
@@ -69,7 +69,7 @@ def build_method(
     scoring = teachers.find_teachers(config.teachers, pretrained, config.model.attention, geometry)
     models = model, *(teacher.model for teacher in scoring.values())
     teachers.refuse_too_many(objective.counts, models)
-    geometry = check_recurrent(geometry.for_models(models), mesh)
+    geometry = check_recurrent(geometry.for_models(models)._replace(records=recorded), mesh)
     keys = vars(config.optimizer)
     optimizer = make_optimizer(trained(model, model.axes), updates=train.updates, **keys)
     blueprint = Blueprint(
@@ -217,14 +217,20 @@ def attention_lines(
     }
 
 
-def _geometry(rollout: RolloutKeys, train: TrainKeys, mesh: Mesh, **more: bool) -> packing.Geometry:
-    """Args: more: as in `packing.make_geometry`."""
+def _geometry(
+    rollout: RolloutKeys,
+    train: TrainKeys,
+    mesh: Mesh,
+    has_forks: bool,
+    kinds: Sequence[LayerKind],
+) -> packing.Geometry:
     sizes = (
         *(rollout.prompts_per_step, rollout.group_size),
         *(rollout.max_prompt_tokens, rollout.max_completion_tokens),
     )
     tokens, minibatches = train.tokens_per_micro_batch, train.minibatches
-    geometry = packing.make_geometry(sizes, mesh, tokens, minibatches, **more)
+    has = {"has_forks": has_forks, "has_experts": routing.has_experts(kinds)}
+    geometry = packing.make_geometry(sizes, mesh, tokens, minibatches, **has)
     packing.check_geometry(geometry)
     sharding.check_divides(mesh, "train.tokens_per_micro_batch", geometry.tokens, "sequence")
     return geometry

@@ -36,13 +36,10 @@ ROUND = 32
 TOKENS = {"cpu": 1280}
 """By platform, the tokens that a bin computes at a time unless a run says otherwise.
 
-Measured on two cores (docs/performance.md): 1024 to 2048 take the same time for a whole step, and
-the fewer there are, the closer the time follows what is live. A GPU or TPU needs more at a time.
-"""
+On two cores (docs/performance.md) 1024 to 2048 take the same time, and the fewer there are, the
+closer the time follows what is live."""
 ELSEWHERE = 16384
-FOR_EXPERTS = {"cpu": 2}
-"""By platform, how many times as many where models have experts, whose matrices are read for the
-few tokens that each gets: .87 of a step's time (benchmarks/results/2026-11-29-experts.md)."""
+WITH_EXPERTS = {"cpu": 2560}  # .87 of a step's time (benchmarks/results/2026-11-29-experts.md)
 
 
 class Geometry(NamedTuple):
@@ -158,13 +155,10 @@ def make_geometry(
 
     Args:
       room: the tokens of a micro-batch that fit into memory; None: any number.
-      has_forks: as in `Geometry`.
-      has_experts: some model that it is for has.
+      has_forks, has_experts: as in `Geometry`, and as a model that it is for.
     """
-    bins, (prompts, samples, width, steps) = sharding.num_bins(mesh), sizes
-    update_sizes = (prompts // minibatches, samples, width, steps)
-    platform = mesh.devices.flat[0].platform
-    most = TOKENS.get(platform, ELSEWHERE) * (FOR_EXPERTS.get(platform, 1) if has_experts else 1)
+    bins, update_sizes = sharding.num_bins(mesh), (sizes[0] // minibatches, *sizes[1:])
+    most = (WITH_EXPERTS if has_experts else TOKENS).get(mesh.devices.flat[0].platform, ELSEWHERE)
     tokens = tokens or default_tokens(update_sizes, bins, most if room is None else min(most, room))
     return Geometry(*sizes, bins, tokens, minibatches, has_forks)
 

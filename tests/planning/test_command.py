@@ -179,7 +179,8 @@ def test_what_does_not_fit_is_a_document_with_what_would_and_exit_code_1(
     monkeypatch.setattr(topologies, "topology", lambda *_: tiny)
     assert main(["plan", small(), "--topology", "v5e:2x2", "--json"]) == command.NO_FIT
     output = capsys.readouterr()
-    assert output.err.split("\n") == ["looking for a mesh", "looking for what fits", ""]
+    begun = [line for line in output.err.split("\n") if " s now" not in line]  # on a slow machine
+    assert begun == ["looking for a mesh", "looking for what fits", ""]
     printed = json.loads(output.out)
     assert (printed["fits"], printed["programs"], printed["peak_by_formula"]) == (False, {}, peak)
     assert "nothing was compiled" in printed["problem"]

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxgrpo.models import experts, sharding
+from jaxgrpo.models import sharding
+from jaxgrpo.models.kernels import expert_rows
 from jaxgrpo.planning import hlo, topologies
 from jaxgrpo.planning.hlo import Array
 
@@ -339,10 +340,12 @@ def test_blocks_of_experts_run_as_often_as_where_all_experts_have_as_many_rows(r
     """They are within loops of computed ends, whose trips are not theirs: of fewer rows than
     experts each has a block, and of more the first rows of all experts are one product."""
 
-    def loss(x, kernel, sizes):
-        return experts.grouped(x, kernel, sizes).sum()
+    def loss(x, kernel, expert):
+        sorting = expert_rows.sort(expert, 4)
+        through = lambda times, per_row, rows, weights: times(rows, weights[0])  # noqa: E731
+        return expert_rows.passed(through, 1, x, sorting, [kernel]).sum()
 
-    shapes = ((rows, 8), jnp.float32), ((4, 8, 8), jnp.float32), ((4,), jnp.int32)
+    shapes = ((rows, 8), jnp.float32), ((4, 8, 8), jnp.float32), ((rows,), jnp.int32)
     arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arguments).compile()
     bodies, entry = hlo.computations(program.as_text() or "")
