@@ -191,8 +191,7 @@ def _copied(
 ) -> SlotContents:
     """`target` with what `source` holds at some places.
 
-    Shapes: from_, to and is_real [D, K], or [K] for all bins; which are copied at all is said by
-    is_real.
+    Shapes: is_real [D, K], what is copied at all; from_ and to [D, K], or [K] for all bins.
     """
     bins = is_real.shape[0]
     from_, to = (jnp.broadcast_to(places, is_real.shape) for places in (from_, to))
