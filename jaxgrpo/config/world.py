@@ -13,6 +13,7 @@ from jaxgrpo.config.keys import RolloutKeys
 from jaxgrpo.config.reading import Values, show
 from jaxgrpo.core.errors import InputError, cut, written
 from jaxgrpo.data.chat import Chat
+from jaxgrpo.data.limits import TimedOut, left_after
 from jaxgrpo.environments import calls, history, packages, rules
 from jaxgrpo.environments.conversations import (
     THREADS,
@@ -197,19 +198,20 @@ def make_world(
         parts = {f"tools.{name}": tool for name, tool in by_name.items()} | factories
         processes = Processes(parts, rollout.call_workers, rollout.call_memory)
         by_name = {name: processes.tool(f"tools.{name}") for name in by_name}
-    parser = functools.partial(find_parser, rollout.call_format, chat, stop_tokens)
+    seconds = rollout.call_timeout
+    parser = functools.partial(find_parser, rollout.call_format, chat, stop_tokens, seconds)
     kinds = {}
     for where, factory in (factories or {"environment": None}).items():
         name = where.removeprefix("environment").removeprefix(".")
-        parts = by_name, tuple(functions), parser, rollout.call_timeout, where, processes
         if factory is not None and is_program(factory):
-            kinds[name] = _program_kind(
-                factory, rollout, chat, stop_tokens, where, functions, forks
-            )
+            parts = factory, rollout, chat, stop_tokens, where, functions, forks
+            kinds[name] = _program_kind(*parts)
         else:
-            kinds[name] = make_kind(factory, *parts)
+            parts = factory, by_name, tuple(functions), parser, seconds, where, processes
+            kinds[name] = make_kind(*parts)
     for kind in kinds.values():
-        history.check(History(kind.shown_in(chat), frozenset(stop_tokens)), bool(kind.tools))
+        shown = History(kind.shown_in(chat), frozenset(stop_tokens))
+        history.check(shown, bool(kind.tools), forks)
     return World(kinds, None, chat, tuple(stop_tokens), bounds, forks, processes)
 
 
@@ -317,7 +319,9 @@ def _program_kind(
         ends=frozenset(stop_tokens),
         stop_strings=rollout.stop_strings,
     )
-    parse = functools.partial(find_parser, rollout.call_format, chat, stop_tokens)
+    parse = functools.partial(
+        find_parser, rollout.call_format, chat, stop_tokens, rollout.call_timeout
+    )
     dialect = Dialect("policy", chat, limits, parse, stop_tokens)
     return make_program_kind(program, dialect, stop_tokens, rollout.call_timeout, forks)
 
@@ -343,17 +347,27 @@ def _resolve_tool(tool: str | Callable[..., Any]) -> Any:
     return own_code.resolve(tool)
 
 
-def find_parser(name: str, chat: Chat, stop_tokens: Sequence[int]) -> calls.Parser:
-    """The parser of calls that `rollout.call_format` names. Raises: InputError for none."""
+def find_parser(name: str, chat: Chat, stop_tokens: Sequence[int], seconds: float) -> calls.Parser:
+    """The parser of calls that `rollout.call_format` names. Raises: InputError for none.
+
+    Args:
+      seconds: that one of the user's own may take for a text.
+    """
     if not own_code.is_reference(name):
         return calls.choose(name, History(chat, frozenset(stop_tokens)))
     function = own_code.load(name)
 
+    def read(text: str) -> tuple[Any, bool]:
+        reading = function(text)
+        is_pair = isinstance(reading, tuple) and len(reading) == 2 and _is_series(reading[1])
+        return (reading[0], [*reading[1]]) if is_pair else reading, is_pair  # or it yields
+
     def parse(text: str, before: str = "") -> calls.Reading:
         try:
-            reading = function(text)
-            is_pair = isinstance(reading, tuple) and len(reading) == 2 and _is_series(reading[1])
-            content, entries = (reading[0], [*reading[1]]) if is_pair else ("", [])  # or it yields
+            reading, is_pair = left_after(seconds, lambda: read(text))
+        except TimedOut:
+            problem = f"{name} took more than {seconds:g} s for it"
+            return calls.Reading(text, [calls.unreadable(problem)])
         except Exception as error:
             return calls.Reading(text, [calls.unreadable(error)])
         if not is_pair:
@@ -361,8 +375,8 @@ def find_parser(name: str, chat: Chat, stop_tokens: Sequence[int]) -> calls.Pars
                 f'rollout.call_format = "{name}": it returned {cut(written(reading))}: return what '
                 'was said and a list of calls, ("It is ", [{"name": "add", "arguments": {"a": 1}}])'
             )
-        content = "" if content is None else str(content)  # as in OpenAI's messages
-        return calls.Reading(content, [calls.read(entry) for entry in entries])
+        content = "" if reading[0] is None else str(reading[0])  # as in OpenAI's messages
+        return calls.Reading(content, [calls.read(entry) for entry in reading[1]])
 
     return parse
 

@@ -147,11 +147,13 @@ def _run_all(tasks: queue.SimpleQueue[Any]) -> None:
 
 
 async def without_exit(coroutine: Coroutine[Any, Any, T]) -> T:
-    """What it gives; `sys.exit` in it raises RuntimeError, and does not end the loop with all that
-    runs beside it. So does KeyboardInterrupt."""
+    """What it gives. What it raises that is no Exception, as `sys.exit` or a panic of a library in
+    Rust, is raised as RuntimeError, and does not end the loop with all that runs beside it."""
     try:
         return await coroutine
-    except (SystemExit, KeyboardInterrupt) as error:
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:
         raise RuntimeError(f"{type(error).__name__}: {one_line(error)}") from error
 
 

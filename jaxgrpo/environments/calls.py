@@ -40,15 +40,15 @@ class Call(NamedTuple):
 class Reading(NamedTuple):
     """What a model wrote in a turn."""
 
-    content: str
+    content: str  # with the calls that cannot be read, as they were written
     calls: list[Call]
     more: Mapping[str, Any] = {}  # further fields of the message, as "reasoning_content"
 
     def as_message(self) -> dict[str, Any]:
         """The assistant's message, as TRL gives it to rewards."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content, **self.more}
-        if self.calls:
-            message["tool_calls"] = [call.as_message() for call in self.calls]
+        if calls := [call.as_message() for call in self.calls if not call.problem]:
+            message["tool_calls"] = calls
         return message
 
 
@@ -79,7 +79,7 @@ def hermes(text: str) -> Reading:
     'a tool call that cannot be read: J'
     """
     calls = [_from_json(part.strip()) for part in _TAGGED.findall(text)]
-    return Reading(_TAGGED.sub("", text).strip(), calls)
+    return Reading(_beside(calls, text), calls)
 
 
 def qwen_xml(text: str) -> Reading:
@@ -110,7 +110,13 @@ def _tagged_texts(
             calls.append(Call(match.group(1).strip(), arguments, is_text=True))
         else:
             calls.append(unreadable(problem))
-    return Reading(_TAGGED.sub("", text).strip(), calls)
+    return Reading(_beside(calls, text), calls)
+
+
+def _beside(calls: Sequence[Call], text: str) -> str:
+    """The text without the calls between its tags that can be read."""
+    in_order = iter(calls)
+    return _TAGGED.sub(lambda part: part.group() if next(in_order).problem else "", text).strip()
 
 
 def llama3(text: str) -> Reading:
@@ -125,15 +131,17 @@ def llama3(text: str) -> Reading:
     is_tagged = text.strip().startswith(_PYTHON_TAG)
     if not is_tagged and not (written.startswith("{") and '"name"' in written):
         return Reading(text.strip(), [])
-    decoder, calls, place = json.JSONDecoder(), [], 0
+    decoder, calls, place, content = json.JSONDecoder(), [], 0, []
     while place < len(written):
+        begin = place
         try:
             value, place = decoder.raw_decode(written, place)
+            calls.append(read(value))
         except (ValueError, RecursionError) as error:
-            return Reading("", [*calls, unreadable(error)])
-        calls.append(read(value))
+            calls, place = [*calls, unreadable(error)], len(written)
+        content += [written[begin:place]] * bool(calls[-1].problem)
         place += len(written[place:]) - len(written[place:].lstrip("; \n"))
-    return Reading("", calls)
+    return Reading("; ".join(content), calls)
 
 
 FORMATS: dict[str, Parser] = {"hermes": hermes, "qwen_xml": qwen_xml, "glm": glm, "llama3": llama3}
@@ -218,6 +226,8 @@ def _by_tokenizer(tokenizer: Any, opening: str, end: str) -> Parser:
             calls = [read({**entry, **entry.get("function", {})}) for entry in entries]
         except Exception as error:  # whatever its expressions raise on what a model wrote
             return Reading(text, [unreadable(error)] if opens and opens.search(text) else [])
+        if any(call.problem for call in calls):
+            return Reading(text, calls)
         more = {k: v for k, v in message.items() if k not in ("role", "content", "tool_calls")}
         calls = [call._replace(is_text=True) for call in calls]
         return Reading((message.get("content") or "").removesuffix(end), calls, more)

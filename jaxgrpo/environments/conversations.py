@@ -232,8 +232,8 @@ class Conversations:
                 f"row {row}: it has no prompt, and the environment's `reset` returns no text: let "
                 "it return what is asked, or write data.prompt"
             )
-        text = chats.write(chat, prompt, f"row {row}", is_limited=False)
         try:
+            text = chats.write(chat, prompt, f"row {row}", is_limited=False)
             ids = chats.encode(chat, text, special=chat.template is None)
         except InputError as error:
             if observation is None:

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, cut
 from jaxgrpo.data import chat as chats
 from jaxgrpo.data.chat import Chat, Message
 
@@ -64,12 +64,15 @@ class History(NamedTuple):
         # turns stands in its place.
         return ids[last_token in self.stop_tokens and ids[0] in self.stop_tokens :]
 
-    def text(self, messages: Sequence[Message], called: str = TOOL) -> str:
+    def text(
+        self, messages: Sequence[Message], called: str = TOOL, before: Sequence[Message] = ()
+    ) -> str:
         """What the template writes behind a turn, from the token that ends it on.
 
         Args:
           called: the tool that the first message answers, where that has no name: some templates
             write an answer with the name that is in the call, as GPT-OSS's.
+          before: turns and answers in front of the turn.
 
         Raises: InputError where it ends turns with none of the model's stop tokens.
         """
@@ -77,7 +80,7 @@ class History(NamedTuple):
         turn: Message = {"role": "assistant", "content": word}
         if messages[0]["role"] == "tool":
             turn = _turn_with_call(messages[0].get("name", called), {word: word})
-        _, behind = self._around([turn, *messages], word)
+        _, behind = self._around([*before, turn, *messages], word)
         return behind[self._end(behind) :]
 
     def written(self, turn: Message) -> tuple[str, str]:
@@ -166,11 +169,15 @@ class History(NamedTuple):
         return [self.chat.tokenizer.decode([token]) for token in sorted(self.stop_tokens)]
 
 
-def check(history: History, has_tools: bool) -> None:
+def check(history: History, has_tools: bool, forks: bool) -> None:
     """Refuses a template that cannot go on behind a turn.
 
-    Raises: InputError where it does not write calls or answers, or `History.text` cannot tell where
-      a turn ends.
+    Args:
+      forks: whether a conversation is written again where what is behind a turn is not enough.
+
+    Raises: InputError where it does not show tools, or write calls or answers; where `History.text`
+      cannot tell where a turn ends; or where, without forks, it is another text in a conversation
+      of more turns.
     """
     chat = history.chat
     if chat.template is None:
@@ -188,7 +195,19 @@ def check(history: History, has_tools: bool) -> None:
             raise InputError(
                 f"{chat.name} does not write {kind}: set data.chat_template to one that does"
             )
-    history.text([answer])
+    without = chat._replace(template=chat.written_template, tools=())
+    if chat.tools and text == _render(without, [QUESTION, turn, answer]):
+        raise InputError(
+            f"{chat.name} does not show the tools that there are: set data.chat_template to one "
+            "that writes `tools`"
+        )
+    once, again = history.text([answer]), history.text([answer], before=[turn, answer])
+    if once != again and not forks:
+        raise InputError(
+            f"{chat.name} writes the same answer in another way behind a second turn "
+            f"({cut(repr(again))}, first {cut(repr(once))}), as where it numbers messages: set "
+            'data.history = "fork", which writes such conversations again'
+        )
 
 
 def _word_for_turn(answers: Sequence[Message]) -> str:
@@ -210,7 +229,7 @@ def write_in_some_form(write: Callable[[list[Message]], str], messages: Sequence
     Raises: InputError as `write` does of the messages as they are, where it takes no form.
     """
     forms = [[*messages]]
-    if any(message.get("tool_calls") for message in messages):
+    if any(message["role"] == "tool" for message in messages):
         forms.append([*map(_with_arguments_as_text, messages)])
         forms += [[*map(_with_id, form)] for form in forms]
     problems = []
@@ -224,7 +243,26 @@ def write_in_some_form(write: Callable[[list[Message]], str], messages: Sequence
 
 def _render(chat: Chat, messages: Sequence[Message], is_limited: bool = True) -> str:
     write = lambda form: chats.render(chat, form, WHERE, is_limited=is_limited)  # noqa: E731
-    return write_in_some_form(write, messages)
+    try:
+        return write_in_some_form(write, messages)
+    except InputError:  # some refuse answers without calls, as GPT-OSS's: where none could be read
+        called = _with_calls(messages)
+        if called == [*messages]:
+            raise
+        return write_in_some_form(write, called)
+
+
+def _with_calls(messages: Sequence[Message]) -> list[Message]:
+    """The messages with an empty call in turns without calls that tools answer."""
+    behind = [*messages[1:], {"role": ""}]
+    return [
+        _turn_with_call(answer.get("name", TOOL), {}) | {"content": message["content"]}
+        if message["role"] == "assistant"
+        and answer["role"] == "tool"
+        and not message.get("tool_calls")
+        else message
+        for message, answer in zip(messages, behind, strict=True)
+    ]
 
 
 def _with_id(message: Message) -> Message:

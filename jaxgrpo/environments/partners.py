@@ -26,9 +26,11 @@ from jaxgrpo.environments.calls import Parser, Reading, cast
 from jaxgrpo.environments.processes import ENDINGS, Broken, Ended, Processes
 from jaxgrpo.environments.serving.fields import Completion
 from jaxgrpo.environments.tools import (
+    LONGEST_TEXT,
     Function,
     InThread,
     Tool,
+    cut_off,
     join_blocks,
     make_tools,
     run_calls,
@@ -122,7 +124,11 @@ class ToolPartner:
         caller: Caller | None = None,
     ):
         self.environment, self._parse, self._seconds = environment, parse, seconds
-        bound = {name: getattr(environment, place) for name, place in methods.items()}
+        bound = {
+            name: getattr(environment, place)
+            for name, place in methods.items()
+            if hasattr(environment, place)  # an object may lack what the first had
+        }
         self._methods = {name: _within(caller, method) for name, method in bound.items()}
         self._functions, self._caller = {**tools, **self._methods}, caller
 
@@ -228,6 +234,7 @@ def make_kind(
     if processes is not None:
         begin = lambda: (processes.environment(where, environment, members), None)  # noqa: E731
     is_gym = callable(getattr(environment, "step", None)) and _is_gym(environment)
+    is_gym &= "step" in dir(environment) or not members  # what `__getattr__` gives is no tool
     check_row = functools.partial(_check_reset, f"{where}: {name}.reset", reset, is_gym)
     if is_gym:
         return Kind(name, lambda: GymPartner(seconds, *begin()), (), True, True, check_row)
@@ -317,15 +324,22 @@ def check_arguments(where: str, function: Callable[..., Any], arguments: Iterabl
         f"{where} is called with {', '.join(arguments)} ({{reason}}): let it take these (columns "
         "of the data, and what a run adds), or all by **row"
     )
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C have none
+        return
     with refusing(problem, TypeError):
-        inspect.signature(function).bind(**dict.fromkeys(arguments))
+        signature.bind(**dict.fromkeys(arguments))
 
 
 def _is_gym(environment: Any) -> bool:
     """Whether `step` can be called with an action alone and is described as no tool: by a type
     hint, a docstring of its own (that of gymnasium's base class reads like one), and no tuple that
     it returns."""
-    step = inspect.signature(environment.step)
+    try:
+        step = inspect.signature(environment.step)
+    except ValueError:  # written in C, of which no schema can be made
+        return True
     try:
         step.bind("")
     except TypeError:
@@ -341,7 +355,7 @@ def read_words(observation: Any) -> str | None:
     words = observation if isinstance(observation, str) else join_blocks(observation)
     if words is None and observation is not None:
         raise Broken(f"reset returned a {type(observation).__name__}: return a text or None")
-    return None if words is None else writable(words)
+    return None if words is None else _short_enough(words)
 
 
 def read_reward(value: Any) -> float | None:
@@ -352,7 +366,14 @@ def read_reward(value: Any) -> float | None:
 def read_observation(value: Any) -> str | None:
     """What `reset` of Gym's protocol returned."""
     observation = value[0] if isinstance(value, tuple) else value  # with an info beside it
-    return None if observation is None else writable(str(observation))
+    return None if observation is None else _short_enough(str(observation))
+
+
+def _short_enough(words: str) -> str:
+    """What `reset` returned, as it can be written. Raises: Broken: a question is not cut off."""
+    if len(words) > LONGEST_TEXT:
+        raise Broken(f"reset returned {len(words)} characters: return at most {LONGEST_TEXT}")
+    return writable(words)
 
 
 def read_step(outcome: Any) -> tuple[str, float, bool]:
@@ -367,13 +388,15 @@ def read_step(outcome: Any) -> tuple[str, float, bool]:
     observation, reward, *ends = outcome
     has_parts = len(ends) == 3 or isinstance(ends[-1], (bool, np.bool_))  # and no info
     is_done = any(map(bool, ends[: 1 + has_parts]))
-    content = "" if observation is None else writable(str(observation))
+    content = "" if observation is None else cut_off(str(observation))
     return content, read_number("step", reward), is_done
 
 
 def read_number(name: str, value: Any) -> float:
     """A reward that a function returned; NaN: none. Raises: Broken."""
     try:
+        if isinstance(value, (str, bytes, complex, np.complexfloating)):  # as of a reward
+            raise TypeError
         number = float(value)
     except Exception:  # of the value's own code too
         text = cut(written(value))

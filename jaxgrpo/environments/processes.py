@@ -8,6 +8,8 @@ of one process that has loaded the user's code (`workers.Forks`).
 from __future__ import annotations
 
 import base64
+import contextlib
+import functools
 import inspect
 import json
 import pickle
@@ -115,7 +117,8 @@ class RemoteEnvironment:
             if callable(method):
                 is_async = inspect.iscoroutinefunction(method)
                 remote = Remote(processes, where, is_async, name, self)
-                remote.__signature__ = inspect.signature(method)
+                with contextlib.suppress(ValueError):  # some functions written in C have none
+                    remote.__signature__ = inspect.signature(method)
                 setattr(self, name, remote)
 
     def __getattr__(self, name: str) -> Any:
@@ -203,9 +206,17 @@ def _pickle(where: str, function: Callable[..., Any]) -> bytes:
     )
 
 
+def _without_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a partial calls."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
 def _files(functions: Iterable[Callable[..., Any]]) -> list[tuple[str, str]]:
     """The modules of functions, with their files, that are not found by their names."""
-    names = dict.fromkeys(str(getattr(function, "__module__", "")) for function in functions)
+    bare = [_without_arguments(function) for function in functions]
+    names = dict.fromkeys(str(getattr(function, "__module__", "")) for function in bare)
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
     is_found = lambda name: PathFinder.find_spec(name.partition(".")[0]) is not None  # noqa: E731
     return [(name, file) for name, file in files.items() if file and not is_found(name)]

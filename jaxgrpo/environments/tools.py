@@ -19,7 +19,7 @@ from jaxgrpo.environments.processes import Ended, Remote
 from jaxgrpo.rewards.python import TIME_LIMIT, choose
 from jaxgrpo.rewards.workers import WorkerError
 
-LONGEST = 100_000  # characters of an answer
+LONGEST_TEXT = 100_000  # characters of an answer
 MOST_CALLS = 16  # of one turn that are run
 
 NOT_TOOLS = ("reset", "get_reward")
@@ -230,10 +230,14 @@ def _answer(text: Callable[[], str]) -> Result:
 def read_text(result: Any) -> str:
     """What a tool returned, as the model reads it."""
     words = join_blocks(result)
-    text = writable(str(result) if words is None else words)
-    if len(text) > LONGEST:
-        return f"{text[:LONGEST]} ... ({len(text) - LONGEST} characters left out)"
-    return text
+    return cut_off(str(result) if words is None else words)
+
+
+def cut_off(text: str) -> str:
+    """An answer as it can be written, without what is too long of it."""
+    left_out = len(text) - LONGEST_TEXT
+    more = f" ... ({left_out} characters left out)" if left_out > 0 else ""
+    return writable(text[:LONGEST_TEXT]) + more
 
 
 def join_blocks(value: Any) -> str | None:

@@ -86,7 +86,7 @@ def by_sample(
 ) -> Surrogate:
     """One surrogate where a field is true, another elsewhere: replayed and fresh samples.
 
-        loss = then's where field != 0, otherwise's where field == 0
+        loss = then's where field != 0, otherwise's where field == 0 or NaN (of unscored samples)
 
     Each sees its own tokens alone, in what an update computes of its whole batch too: `gvpo` the
     ratios of its own samples. A field that changes within a sequence splits it in two.
@@ -136,7 +136,8 @@ def _measured(part: Surrogate, tokens: Tokens) -> tuple[Array, Metrics]:
 
 def _select(field: str, side: bool, tokens: Tokens) -> Tokens:
     """The tokens with the others masked than those where the field is true, or false."""
-    is_true = tokens.field(field, "by_sample", "one number per token") != 0
+    value = tokens.field(field, "by_sample", "one number per token")
+    is_true = (value != 0) & (value == value)  # NaN is not true
     return dataclasses.replace(tokens, mask=tokens.mask & (is_true == side))
 
 

@@ -401,17 +401,6 @@ def shown(count: int) -> str:
 def weights_to_sample(
     model: Model, mesh: Mesh, sampling_mesh: Mesh, weight_dtype: str = "auto"
 ) -> int:
-    """`sampler_weight_bytes` of a run."""
-    return sampler_weight_bytes(model, mesh, held_dtype(model), sampling_mesh, weight_dtype)
-
-
-def sampler_weight_bytes(
-    model: Model,
-    mesh: Mesh,
-    trained_dtype: str,
-    sampling_mesh: Mesh | None = None,
-    weight_dtype: str = "auto",
-) -> int:
     """Bytes of the weights that only the sampler reads: in the model's dtype and laid out for it
     where the trained ones are not, each layer's apart, since layers are read one by one, and a copy
     of what the update overwrites.
@@ -422,33 +411,47 @@ def sampler_weight_bytes(
     XLA converts that before each segment.
 
     Args:
-      mesh, trained_dtype: where the parameters given to the sampler lie, and their dtype.
-      sampling_mesh: None: `mesh`.
+      mesh: where the parameters given to the sampler lie.
       weight_dtype: as in `SamplingSettings`.
     """
-    target_mesh = mesh if sampling_mesh is None else sampling_mesh
-    layout, is_cast = sampling_layout(model, target_mesh), model.config.dtype != trained_dtype
-    all_weights = _bytes(model.shapes, layout)
-    layer_weights = _bytes(model.shapes["blocks"], layout["blocks"])
+    all_weights, layer_weights = bytes_to_sample(model, sampling_mesh)
+    copy = copied_to_sample(model, sampling_mesh, weight_dtype)
+    if sampling_mesh != mesh:
+        return all_weights + layer_weights + copy
+    if mesh.shape["fsdp"] > 1 or (model.config.lora is None and weight_dtype == "auto"):
+        return all_weights + copy
+    if weight_dtype != "auto":
+        return copy
+    layout, is_cast = sampling_layout(model, mesh), model.config.dtype != held_dtype(model)
+    is_merged = lora.are_merged_to_sample(model, mesh.devices.flat[0].platform)
+    apart = copy if is_merged else layer_weights
+    return apart + (_bytes(trained(model, model.shapes), trained(model, layout)) * is_cast)
+
+
+def bytes_to_sample(model: Model, mesh: Mesh) -> tuple[int, int]:
+    """Bytes of the weights in the model's dtype, laid out for sampling: all, and of blocks."""
+    layout = sampling_layout(model, mesh)
+    return _bytes(model.shapes, layout), _bytes(model.shapes["blocks"], layout["blocks"])
+
+
+def copied_to_sample(model: Model, mesh: Mesh, weight_dtype: str = "auto") -> int:
+    """Bytes of the copy in 8 bits, or of layers with adapters merged, from which samples are drawn;
+    0: from the weights themselves. On a CPU what is in 8 bits is converted back beside it.
+
+    Args:
+      weight_dtype: as in `SamplingSettings`.
+    """
+    platform = mesh.devices.flat[0].platform
     trees = [
-        {part: tree[part] for part in LAYERS if part in tree} for tree in (model.shapes, layout)
+        {part: tree[part] for part in LAYERS if part in tree}
+        for tree in (model.shapes, sampling_layout(model, mesh))
     ]
     merged_layers = _bytes(*(lora.split(tree)[1] for tree in trees))
-    platform = target_mesh.devices.flat[0].platform
-    if weight_dtype != "auto":
-        sampled = decoder.build(low_bit.sampler_config(model, platform, weight_dtype))
-        copy = _bytes(sampled.shapes, sampling_layout(sampled, target_mesh))
-        gathered = all_weights if target_mesh != mesh or mesh.shape["fsdp"] > 1 else 0
-        moved = layer_weights if target_mesh != mesh else 0
-        return copy + gathered + moved + (merged_layers if platform == "cpu" else 0)
-    is_merged = lora.are_merged_to_sample(model, platform)
-    merged = merged_layers * is_merged
-    if target_mesh != mesh:
-        return all_weights + layer_weights + merged
-    if mesh.shape["fsdp"] > 1 or model.config.lora is None:
-        return all_weights + merged
-    apart = merged if is_merged else layer_weights
-    return apart + (_bytes(trained(model, model.shapes), trained(model, layout)) * is_cast)
+    if weight_dtype == "auto":
+        return merged_layers * lora.are_merged_to_sample(model, platform)
+    sampled = decoder.build(low_bit.sampler_config(model, platform, weight_dtype))
+    copy = _bytes(sampled.shapes, sampling_layout(sampled, mesh))
+    return copy + (merged_layers if platform == "cpu" else 0)
 
 
 def parameters(model: Model, mesh: AnyMesh) -> int:

@@ -46,6 +46,10 @@ class Pretrained(NamedTuple):
         """Whether adapters begin as zero: they add nothing to the model of the folder."""
         return self.model.config.lora is not None and self.adapter_path is None
 
+    def with_weights(self) -> Pretrained:
+        """The same, with the weights of a name on the hub in its folder too."""
+        return self._replace(folder=folders.find_folder(self.path, self.revision))
+
     def model_on(self, mesh: Mesh) -> Model:
         """The model with its activations laid out on a mesh."""
         if mesh == self.mesh:

@@ -37,14 +37,13 @@ from jaxgrpo.evaluation.evaluate import (
 )
 from jaxgrpo.evaluation.rescoring import Base
 from jaxgrpo.models import decoder, lora, sharding
-from jaxgrpo.models.api import params_per_layer
 from jaxgrpo.models.resharding import moved
 from jaxgrpo.rewards import RewardFunction, callable_name
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.dialogue import Converse
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots.driver import SlotEngine
-from jaxgrpo.training import fingerprints, memory
+from jaxgrpo.training import fingerprints, memory, sampled_memory
 from jaxgrpo.training.inputs import (
     begin_conversations,
     dropped_line,
@@ -109,7 +108,7 @@ class StoredPolicy(Policy):
         """The weights as the sampler reads them."""
         layout = sampling_layout(self.model, self.mesh)
         params = self.pretrained.read_params(self.seed, self.model, layout=layout)
-        return params_per_layer(self.model.config, params)
+        return sampled_memory.released_per_layer(self.model.config, params)
 
 
 def config_for(
@@ -198,8 +197,9 @@ def find_policy(
     describe = functools.partial(fingerprints.describe_rows, prompts.rows, prompts.encoded)
     fingerprints.refuse_unless_alike(lambda: {"prompts": describe()})
     settings = sampling_settings(rollout, pretrained, world, config.train.support)
+    rescores, seed = has_base or config.eval.confidence, config.train.seed
     policy = _policy_with_engine(
-        pretrained, settings, config.mesh, rollout, config.train.seed, temperature, has_base
+        pretrained, settings, config.mesh, rollout, seed, temperature, has_base, rescores
     )
     _say_decoding(console, policy.engine)
     return dataclasses.replace(policy, world=world), prompts
@@ -243,19 +243,20 @@ def find_answerer(
         pretrained, settings, config.mesh, config.rollout, config.train.seed, temperature
     )
     _say_decoding(console, policy.engine)
-    parser = functools.partial(find_parser, config.rollout.call_format, chat, settings.stop_tokens)
+    keys, ends = config.rollout, settings.stop_tokens
+    parser = functools.partial(find_parser, keys.call_format, chat, ends, keys.call_timeout)
     return Answerer(policy, chat, parser)
 
 
 def _find_model(
     console: Console, start: Any, mesh: MeshKeys, data: DataKeys
 ) -> tuple[Pretrained, Chat]:
-    """The model of a config, and how its prompts are written out; `start`: what `find_model` takes
-    of a config."""
+    """The model of a config, whose weights may not be here yet, and how its prompts are written
+    out; `start`: what `find_model` takes of a config."""
     line = process.start(mesh.platform)
     if process.is_main():
         console.print(line, soft_wrap=True)
-    pretrained = find_model(*start, mesh=make_mesh(mesh))
+    pretrained = find_model(*start, mesh=make_mesh(mesh), fetch_weights=False)
     size = pretrained.model.config.vocab_size
     return pretrained, make_chat(data, pretrained.path, pretrained.tokenizer, size)
 
@@ -268,20 +269,21 @@ def _policy_with_engine(
     seed: int,
     temperature: float | None,
     has_base: bool = False,
+    rescores: bool = False,
 ) -> StoredPolicy:
+    """Args: as in `find_policy`; and `rescores`, whether evaluations look at samples again."""
     settings = settings._replace(records_experts=False)
     if temperature is not None:
         settings = settings._replace(temperature=temperature)
-    model = pretrained.model
     mesh = sharding.sampling_mesh(pretrained.mesh, mesh_keys.sampling_tensor)
-    parameter_bytes = memory.parameters(model, mesh)
-    copies = 2 if has_base else 1
-    sampler_bytes = memory.sampler_weight_bytes(
-        model, mesh, model.config.dtype, None, settings.weight_dtype
+    model, width = pretrained.model_on(mesh), rollout.max_prompt_tokens
+    sampled = sampled_memory.count(model, mesh, settings.weight_dtype, has_base, rescores)
+    sampled_memory.refuse_too_large(
+        pretrained.path, model, settings, mesh, sampled, rollout.group_size, width
     )
-    free = memory.free_beside(mesh, copies * parameter_bytes + sampler_bytes)
-    width = rollout.max_prompt_tokens
-    engine = SlotEngine(pretrained.model_on(mesh), settings, mesh, width=width, free=free)
+    free = memory.free_beside(mesh, sampled.persistent)
+    engine = SlotEngine(model, settings, mesh, width=width, free=free)
+    pretrained = pretrained.with_weights()
     return _policy(pretrained, engine, mesh, rollout, seed)
 
 

@@ -251,6 +251,7 @@ ANSWERED: dict[str, tuple[str, tuple[str, ...] | None]] = {
     "ActNothing": ("", (UNKNOWN, UNREADABLE, "None")),
     "ActExits": ("", (UNKNOWN, UNREADABLE, "{'error': 'SystemExit: 3'}")),
     "AsyncExits": ("", (UNKNOWN, UNREADABLE, "{'error': 'SystemExit: 3'}")),
+    "AsyncPanics": ("", (UNKNOWN, UNREADABLE, "{'error': 'Panic: out of bounds'}")),
     "AsyncFine": ("", FINE),  # in the loop in which the other exits
     "ActUnwritable": ("", (UNKNOWN, UNREADABLE, "{'error': 'no text'}")),
     "ActSurrogate": ("", (UNKNOWN, UNREADABLE, "a?b")),
@@ -259,16 +260,19 @@ ANSWERED: dict[str, tuple[str, tuple[str, ...] | None]] = {
     "ActSlow": ("act took more than 2 s", None),
     "ResetRaises": ("reset raised KeyError: 'board'", None),
     "ResetList": ("reset returned a list: return a text or None", None),
+    "ResetLong": ("reset returned 200000 characters: return at most 100000", None),
     "ResetSlow": ("reset took more than 2 s", None),
     "ResetExits": ("reset raised RuntimeError: SystemExit: 3", None),
     "RewardRaises": ("get_reward raised RuntimeError: lost the board", FINE),
     "RewardText": ("get_reward returned the reward 'good': return a number", FINE),
+    "RewardDigits": ("get_reward returned the reward '0.5': return a number", FINE),
     "RewardInfinite": ("get_reward returned the reward inf: return at most 1e+15", FINE),
     "RewardSlow": ("get_reward took more than 2 s", FINE),
     "RewardNone": ("", FINE),  # not scored, and nothing broke
     "Gym": ("", ("no",)),
     "ResetNothing": ("", ("no",)),  # OpenEnv 601
     "StepSaysNothing": ("", ("",)),
+    "StepLong": ("", None),
     "StepNothing": ("step returned a NoneType: return observation, reward, done", None),
     "StepTwo": ("step returned a tuple: return observation, reward, done", None),
     "StepPaysText": ("step returned the reward 'much': return a number", None),

@@ -125,14 +125,28 @@ def test_spaces_around_a_call_are_no_part_of_it_and_an_open_argument_takes_no_ot
     ],
 )
 def test_a_call_that_cannot_be_read_is_one_with_a_problem(text, problem):
-    (call,) = hermes(text).calls
+    reading = hermes(f"So: {text}")
+    (call,) = reading.calls
     assert problem in call.problem
     assert call.problem.startswith("a tool call that cannot be read: ")
+    # What was written stays what was written, and is no call of nothing.
+    assert reading.as_message() == {"role": "assistant", "content": f"So: {text}"}
 
 
 def test_xml_without_a_function_and_half_an_object_have_a_problem_too():
     assert qwen_xml("<tool_call>add</tool_call>").calls[0].problem
     assert llama3('{"name": "add", "parameters": {').calls[0].problem
+
+
+def test_beside_a_call_that_cannot_be_read_the_others_are_calls():
+    good, bad = '<tool_call>{"name": "add"}</tool_call>', "<tool_call>{}</tool_call>"
+    message = hermes(f"First {good} then {bad}.").as_message()
+    assert message["content"] == f"First  then {bad}."
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["add"]
+    assert qwen_xml("<tool_call>add</tool_call>").content == "<tool_call>add</tool_call>"
+    half = '{"name": "add"}; {"name": "add", "parameters": {'
+    assert llama3(half).content == '{"name": "add", "parameters": {'
+    assert [call.name for call in llama3(half).calls] == ["add", ""]
 
 
 def test_arguments_may_be_json_in_a_text_or_be_left_out():
@@ -292,7 +306,9 @@ def test_a_response_template_reads_turns_behind_what_opens_them(end):
         "", [Call("add", {"a": 1}, is_text=True)], {"reasoning_content": "So"}
     )
     assert parse("So </think>It is 3.").content == "It is 3."
-    (call,) = parse("So </think><tool_call>{</tool_call>").calls
+    reading = parse("So </think><tool_call>{</tool_call>")
+    assert reading.content == "So </think><tool_call>{</tool_call>"
+    (call,) = reading.calls
     assert call.problem.startswith("a tool call that cannot be read: ")
     assert parse(f"So {WRITTEN['hermes']}").calls == []  # the thought goes on
 
@@ -331,20 +347,31 @@ def test_what_no_text_or_no_stack_holds_is_a_call_that_cannot_be_read(parse, tex
 def test_a_parser_that_raises_gives_a_call_that_cannot_be_read(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def parse(text):\n    return text, [{'name': text.split()[1]}]\n")
-    parse = find_parser(f"{file}:parse", chatting.chat(), ())
+    parse = find_parser(f"{file}:parse", chatting.chat(), (), 9)
     assert parse("call add").calls == [Call("add", {})]
     (call,) = parse("").calls
     assert call.problem == "a tool call that cannot be read: IndexError: list index out of range"
     lazy = tmp_path / "lazy.py"
     lazy.write_text("def parse(text):\n    return text, ({'name': w[1]} for w in [text.split()])\n")
-    parse = find_parser(f"{lazy}:parse", chatting.chat(), ())
+    parse = find_parser(f"{lazy}:parse", chatting.chat(), (), 9)
     assert parse("").calls == [call]
+
+
+def test_a_parser_that_takes_too_long_gives_a_call_that_cannot_be_read(tmp_path):
+    """A regular expression that goes back for ever would leave the run waiting."""
+    file = tmp_path / "mine.py"
+    file.write_text("import time\ndef parse(text):\n    while True:\n        time.sleep(0.01)\n")
+    began = time.monotonic()
+    reading = find_parser(f"{file}:parse", chatting.chat(), (), 0.2)("call add")
+    assert time.monotonic() - began < 5
+    assert reading.content == "call add"
+    assert reading.calls[0].problem.endswith("mine.py:parse took more than 0.2 s for it")
 
 
 def test_a_parser_may_say_nothing_beside_calls_and_gives_a_list_of_them(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def parse(text):\n    return None, eval(text)\n")
-    parse = find_parser(f"{file}:parse", chatting.chat(), ())
+    parse = find_parser(f"{file}:parse", chatting.chat(), (), 9)
     assert parse("({'name': name} for name in 'ab')") == Reading("", [Call("a", {}), Call("b", {})])
     for wrong in ("None", "'add'", "{'name': 'add'}", "3"):
         with pytest.raises(InputError, match=r"it returned \(None, .*\): return what was said and"):

@@ -78,14 +78,14 @@ def test_an_answer_may_hold_the_word_that_stands_for_a_turn():
 
 def test_without_a_template_an_answer_stands_as_it_is():
     plain = History(chatting.chat(None), frozenset([1]))
-    check(plain, has_tools=True)
+    check(plain, has_tools=True, forks=False)
     assert chatting.text(plain.between([ANSWER, ANSWER], None)) == "4242"
 
 
 @pytest.mark.parametrize("style", GOOD)
 def test_templates_that_go_on_are_taken(style):
     for has_tools in (True, False):
-        check(history(style), has_tools)
+        check(history(style), has_tools, forks=False)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,49 @@ def test_templates_that_go_on_are_taken(style):
 )
 def test_a_template_that_cannot_go_on_is_refused_before_anything_starts(style, message):
     with pytest.raises(InputError, match=message):
-        check(history(style), has_tools=True)
+        check(history(style), has_tools=True, forks=False)
+
+
+COUNTED = (
+    "{% for m in messages %}{{ loop.index }} {{ m.role }} {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}<|end|>{% endfor %}{{ messages | length }}"
+)
+
+
+def test_a_template_that_counts_is_taken_only_where_conversations_are_written_again():
+    counting = history("closed")
+    counting = counting._replace(chat=counting.chat._replace(template=COUNTED))
+    for has_tools in (True, False):
+        with pytest.raises(InputError, match=r'behind a second turn .*: set data.history = "fork"'):
+            check(counting, has_tools, forks=False)
+        check(counting, has_tools, forks=True)
+
+
+def test_a_template_that_does_not_show_the_tools_is_refused():
+    chat = history("closed").chat
+    blind = str(chat.template).replace(chatting.HEAD, "")
+    shown = chat._replace(tools=({"type": "function", "function": {"name": "look"}},))
+    stop_tokens = chatting.stop_tokens("closed")
+    check(History(shown, stop_tokens), has_tools=True, forks=False)
+    with pytest.raises(InputError, match="does not show the tools that there are: set"):
+        check(History(shown._replace(template=blind), stop_tokens), has_tools=True, forks=False)
+
+
+CALLED_FIRST = (
+    "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+    "{{ raise_exception('an answer without a call') }}{% endif %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}({{ c.function.name }}){% endfor %}<|end|>{% endfor %}"
+)
+
+
+def test_an_answer_to_a_call_that_could_not_be_read_is_written_by_every_template():
+    turns = [{"role": "assistant", "content": "<tool_call>{"}, ANSWER]
+    assert "<tool_call>{<|end|>\n<|start|>tool" in history("closed").write("what?", turns)
+    strict = history("closed")
+    strict = strict._replace(chat=strict.chat._replace(template=CALLED_FIRST))
+    written = strict.write("what?", turns)
+    assert written == "user: what?<|end|>assistant: <tool_call>{(look)<|end|>tool: 42<|end|>"
 
 
 @pytest.mark.parametrize("style", ["closed", None])
@@ -132,7 +174,7 @@ def test_a_template_that_asks_for_ids_of_calls_gets_them():
     """As Mistral's: those that a parser reads, or else what stands for one."""
     numbered = history("closed")
     numbered = numbered._replace(chat=numbered.chat._replace(template=NUMBERED))
-    check(numbered, has_tools=True)
+    check(numbered, has_tools=True, forks=False)
     (end,) = chatting.ids("<|end|>")
     assert chatting.text(numbered.between([ANSWER], end)) == "[42, jaxgrpo00]"
     call = read({"name": "look", "arguments": {}, "id": "abc123xyz"})

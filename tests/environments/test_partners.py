@@ -10,6 +10,7 @@ import time
 
 import chatting
 import pytest
+from small_environments import Counter, Guess, kind
 
 from jaxgrpo.config.keys import RolloutKeys
 from jaxgrpo.config.world import _environment_reward, make_world
@@ -23,45 +24,7 @@ from jaxgrpo.environments.conversations import (
     check_rows,
     joined,
 )
-from jaxgrpo.environments.partners import Broken, make_kind
 from jaxgrpo.environments.serving.fields import Completion
-
-
-def parse(text):
-    """Every word is a call of the tool of its name."""
-    return Reading(text, [Call(word, {}) for word in text.split()])
-
-
-class Counter:
-    """As TRL's documentation has them."""
-
-    def reset(self, start: int = 0, **row) -> str | None:
-        self.count = start
-        return f" From {start}." if start else None
-
-    def up(self) -> str:
-        """Counts up."""
-        self.count += 1
-        return str(self.count)
-
-    def get_reward(self) -> float:
-        return float(self.count)
-
-
-class Guess:
-    """As Gymnasium's, with its five values."""
-
-    def reset(self, *, seed, low=0):
-        self.number, self.steps = low + seed % 5, 0
-        return "guess", {}
-
-    def step(self, action):
-        self.steps += 1
-        return "no", 0.25, self.steps == 2, False, {}
-
-
-def kind(factory, seconds=5.0, functions=None):
-    return make_kind(factory, functions or {}, (), lambda: parse, seconds, "environment")
 
 
 def test_trls_protocol():
@@ -304,62 +267,6 @@ def test_a_late_server_of_an_async_tool_breaks_no_environment():
     assert partner.answer("up").error == "{'error': 'the server took 3 s'}"
 
 
-class Raises(Counter):
-    def reset(self, **row):
-        raise KeyError("board")
-
-
-class Talks(Counter):
-    def reset(self, **row):
-        return ["hello"]
-
-
-class Slow(Counter):
-    def up(self) -> str:
-        """Takes long."""
-        for _ in range(500):
-            time.sleep(0.01)
-        return "late"
-
-
-class Judges(Counter):
-    def get_reward(self):
-        return "good"
-
-
-class Steps(Guess):
-    def step(self, action):
-        return "no"
-
-
-class Pays(Guess):
-    def step(self, action):
-        return "no", None, False
-
-
-def play(factory):
-    partner = kind(factory, seconds=0.2).make()
-    partner.open({}, 0)
-    partner.answer("up")
-    return partner.reward()
-
-
-@pytest.mark.parametrize(
-    ("factory", "message"),
-    [
-        (Raises, "reset raised KeyError: 'board'"),
-        (Talks, "reset returned a list: return a text or None"),
-        (Slow, "up took more than 0.2 s"),
-        (Judges, "get_reward returned the reward 'good': return a number"),
-        (Steps, "step returned a str: return observation, reward, done"),
-        (Pays, "step returned the reward None: return a number"),
-    ],
-)
-def test_an_environment_that_breaks_says_how(factory, message):
-    with pytest.raises(Broken, match=message):
-        play(factory)
-
-
 class NoReset:
     def up(self): ...
 
@@ -463,6 +370,22 @@ def test_words_of_reset_with_a_token_that_the_model_lacks_break_their_sample_alo
     problems = [talks.spoken((key, 0)).problem for key in range(2)]
     assert problems[0].startswith("reset: the text has the token")
     assert problems[1] == ""
+
+
+def test_words_of_reset_that_the_template_refuses_break_their_sample_alone():
+    class Says(Counter):
+        def reset(self, word, **row):
+            return word
+
+    template = chatting.TEMPLATES["closed"] + (
+        "{% if 'BAD' in messages[-1].content %}{{ raise_exception('no such word') }}{% endif %}"
+    )
+    rows = [{"prompt": [{"role": "user", "content": "Go."}], "word": w} for w in ("BAD", "a")]
+    chat = chatting.chat()._replace(template=template)
+    talks = Conversations({"": kind(Says)}, chat, chatting.ids("<|end|>"), rows)
+    talks.open([(0, 0, 0), (1, 1, 1)], 1, (1,))
+    assert "no such word" in talks.spoken((0, 0)).problem
+    assert talks.spoken((1, 0)).problem == ""
 
 
 def test_a_reward_that_is_not_given_is_none():

@@ -15,11 +15,12 @@ import psutil
 import pytest
 from quick import all_but
 
+from jaxgrpo.config import own_code
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.environments.calls import Call, Reading
 from jaxgrpo.environments.partners import Broken, make_kind
 from jaxgrpo.environments.processes import Processes
-from jaxgrpo.environments.tools import LONGEST, run_calls
+from jaxgrpo.environments.tools import LONGEST_TEXT, run_calls
 
 PARTS = {**called.TOOLS, **{cls.__name__: cls for cls in (called.Game, called.Walk, called.Talks)}}
 PARTS |= {"Refuses": called.Refuses, "str": str}
@@ -83,8 +84,8 @@ def test_a_tool_answers_as_in_a_thread(processes):
     assert problems == ["", "", "raised", "raised", "raised", "unknown"]
     assert texts[:3] == ["3", "late 3", "{'error': 'no 3'}"]
     assert answers(processes, Call("lock", {}))[0][0].startswith("<unlocked _thread.lock object")
-    (long,), _ = answers(processes, Call("str", {"object": "é" * (LONGEST + 5)}))
-    assert long == "é" * LONGEST + " ... (5 characters left out)"
+    (long,), _ = answers(processes, Call("str", {"object": "é" * (LONGEST_TEXT + 5)}))
+    assert long == "é" * LONGEST_TEXT + " ... (5 characters left out)"
 
 
 def limit(name):
@@ -269,6 +270,22 @@ def test_what_another_process_cannot_load_is_refused_by_name():
         Processes({"tools.f": lambda: 1}, 1, 1.0)
     with pytest.raises(InputError, match=r"rollout.call_workers: str cannot be loaded in a proc"):
         Processes({"str": str}, 1, 0.01)
+
+
+def test_a_partial_of_a_file_of_its_own_is_found_as_the_class_is(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import functools\nclass Sized:\n    def __init__(self, size):\n        self.size = size\n"
+        "    def reset(self, **row):\n        return str(self.size)\n"
+        "big = functools.partial(functools.partial(Sized, 7))\n"
+    )
+    big = own_code.load(f"{file}:big")
+    built = Processes({"big": big}, 1, 1.0)
+    try:
+        partner = make_kind(big, {}, (), lambda: parse, 9.0, "big", built).make()
+        assert partner.open({}, 0) == "7"
+    finally:
+        built.close()
 
 
 def test_rewards_cannot_read_it(processes):

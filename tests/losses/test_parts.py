@@ -109,6 +109,12 @@ def test_plain_numbers_of_both_parts_count_by_the_tokens_of_each():
     assert rate(-jnp.inf, 2.0, jnp.zeros_like(replayed)) == 2.0
 
 
+def test_a_field_that_is_nan_is_not_true():
+    mixed = by_sample("reward", {"use": "shaped_ratio", "offset": 0.5}, "reinforce")
+    tokens = Tokens.from_ratios([1.5, 1.5], reward=jnp.array([1.0, jnp.nan]))
+    np.testing.assert_allclose(mixed.compute(tokens)[0], [-0.75, -np.log(1.5)], rtol=1e-6)
+
+
 @pytest.mark.slow
 def test_by_sample_gives_each_token_its_own_surrogate():
     random = np.random.default_rng(0)

@@ -148,6 +148,7 @@ def test_tokens_behind_the_last_are_not_read():
     ("changes", "dtype", "reason"),
     [
         ({"capability": "7.5"}, "bfloat16", "compute capability 7.5: it takes 8.0 and above"),
+        ({"capability": "gfx942"}, "bfloat16", "gfx942: it is for NVIDIA's GPUs"),
         ({"dtype": "float32"}, "float32", "model.dtype = float32: it takes bfloat16"),
         ({}, "float16", "keys and values in float16"),
         ({"capability": "8.6"}, FP8, "compute capability 8.6: fp8 takes 8.9 and above"),

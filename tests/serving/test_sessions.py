@@ -116,6 +116,27 @@ def test_the_variables_of_a_query_hold_where_its_history_is_not_what_was_drawn()
     assert third == opening.format(2)
 
 
+def test_a_query_that_is_repeated_gets_the_same_turn_again():
+    """Clients ask again where a connection broke: it was taken for a rewritten history."""
+    dialect, session = begin(QUICK)
+    messages = [{"role": "user", "content": "Go."}]
+    added, first = ask(dialect, session, "a<|end|>", messages=messages)
+    assert added != ""
+    assert ask(dialect, session, "", messages=messages) == ("", first)
+    further = [*messages, first, {"role": "user", "content": "On."}]
+    added, second = ask(dialect, session, "b<|end|>", messages=further)
+    assert added == "\n<|start|>user\nOn.<|end|>\n<|start|>assistant\n"
+    session.give(None, is_last=True)
+    assert ask(dialect, session, "", messages=further) == ("", second)
+    with pytest.raises(Refusal):
+        ask(dialect, session, "", messages=messages)
+    # Where conversations may be rewritten, it is one more branch.
+    dialect, session = begin(QUICK, forks=True)
+    ask(dialect, session, "a<|end|>", messages=messages)
+    added, again = ask(dialect, session, "b<|end|>", messages=messages)
+    assert (added != "", again["content"]) == (True, "b")
+
+
 def test_tools_may_be_left_out_and_none_comes_that_the_model_has_not_seen():
     shown = [{"tools": TOOLS}, {"tools": TOOLS[1:]}, {}, {"tools": TOOLS}]
     assert [text.count("<|head|>") for text in talk(shown)] == [2, 0, 0, 0]

@@ -200,6 +200,11 @@ class ActNothing(Good):
         """Acts."""
 
 
+class ResetLong(Good):
+    def reset(self, **row):
+        return "x" * 200_000
+
+
 class ActLong(Good):
     def act(self):
         """Acts."""
@@ -222,6 +227,16 @@ class AsyncExits(Good):
     async def act(self):
         """Acts."""
         sys.exit(3)
+
+
+class Panic(BaseException):
+    """As a library in Rust raises it: no Exception."""
+
+
+class AsyncPanics(Good):
+    async def act(self):
+        """Acts."""
+        raise Panic("out of bounds")
 
 
 class AsyncFine(Good):
@@ -268,6 +283,11 @@ class RewardText(Good):
         return "good"
 
 
+class RewardDigits(Good):
+    def get_reward(self):
+        return "0.5"
+
+
 class RewardInfinite(Good):
     def get_reward(self):
         return math.inf
@@ -311,6 +331,11 @@ class StepPaysInfinity(Gym):
 class StepSaysNothing(Gym):
     def step(self, text):
         return None, 0.5, False
+
+
+class StepLong(Gym):
+    def step(self, text):
+        return "x" * 200_000, 0.5, False
 
 
 class StepRaises(Gym):

@@ -81,9 +81,11 @@ class Session:
         self._messages: list[Message] = []  # of both
         self._text = ""  # of both
         self._tools: tuple[dict[str, Any], ...] = ()  # that the model has been shown
+        self._last: tuple[Prompted, Completion] | None = None  # a query and its answer
 
     def draw(self, prompted: Prompted) -> list[list[Completion]]:
-        """As `dialect.Draw`: the sample's next turn."""
+        """As `dialect.Draw`: the sample's next turn; the last one again where its query is repeated
+        whole, as clients do whose connection broke, unless conversations may be rewritten."""
         if not self._asking.acquire(blocking=False):
             raise Refusal(409, "the sample's turn is being drawn: ask for one after the other")
         try:
@@ -98,6 +100,8 @@ class Session:
         if wish.is_greedy or wish.seed is not None:
             name = "temperature" if wish.is_greedy else "seed"
             raise Refusal(400, f"{name}: the run says how it samples; leave it out", name)
+        if self._last and prompted == self._last[0] and not (self.forks or self.problem):
+            return self._last[1]
         question = None if self.is_over else self._link(prompted)
         with self._lock:
             if self.is_over or question is None:
@@ -116,6 +120,7 @@ class Session:
         self._messages = [*prompted.messages, *read_conversation([turn])]
         text = self.dialect.text(completion, prompted.skips)
         self._text = prompted.text + text if prompted.text else ""
+        self._last = prompted, completion
         return completion
 
     def _refusal(self) -> Refusal:

@@ -29,3 +29,10 @@ def compute_capability(device: Any) -> float | None:
     """
     name = getattr(device, "compute_capability", "")
     return float(name) if re.fullmatch(r"\d+\.\d", name) else None
+
+
+def not_of_nvidia(device: Any) -> list[str]:
+    """What keeps a kernel that is for NVIDIA's GPUs from a device; empty: nothing does."""
+    name = getattr(device, "compute_capability", "")
+    is_unknown = bool(name) and compute_capability(device) is None
+    return [f"compute capability {name}: it is for NVIDIA's GPUs"] * is_unknown

@@ -20,7 +20,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.models.api import Attend, AttentionKind, KeyValue, ModelConfig
-from jaxgrpo.models.kernels import compute_capability, load
+from jaxgrpo.models.kernels import compute_capability, load, not_of_nvidia
 from jaxgrpo.models.kernels.plain import check_kind, lacking, take_per_bin
 
 WIDEST_HEAD, WIDEST_BEFORE_HOPPER = 256, 128
@@ -40,11 +40,8 @@ def refusals(
       samples_per_row: the most that a row may hold; None: any number, or some see no prompt.
       mesh: the run's; None on one device.
     """
-    problems, device = [], None if mesh is None else mesh.devices.flat[0]
-    capability = compute_capability(device)
-    if capability is None and (name := getattr(device, "compute_capability", "")):
-        problems.append(f"compute capability {name}: it is for NVIDIA's GPUs")
-    capability = capability or HOPPER
+    device = None if mesh is None else mesh.devices.flat[0]
+    problems, capability = not_of_nvidia(device), compute_capability(device) or HOPPER
     widest = WIDEST_HEAD if capability >= HOPPER else WIDEST_BEFORE_HOPPER
     if config.dtype not in ("bfloat16", "float16"):
         problems.append(f"model.dtype = {config.dtype}: it takes bfloat16 or float16")

@@ -23,7 +23,7 @@ from jax.experimental.pallas.triton import CompilerParams, dot, load, store
 
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.cache import FP8, LINES, Lines
-from jaxgrpo.models.kernels import compute_capability
+from jaxgrpo.models.kernels import compute_capability, not_of_nvidia
 from jaxgrpo.models.kernels.plain import Partial, lacking
 
 with warnings.catch_warnings():  # JAX 0.11 says that it will leave it out
@@ -46,7 +46,7 @@ def refusals(device: Any, model: Model, dtype: str) -> list[str]:
       device: a GPU.
       dtype: of keys and values.
     """
-    problems, config = [], model.config
+    problems, config = not_of_nvidia(device), model.config
     size, shared = config.head_dim, config.num_heads // config.num_kv_heads
     capability = compute_capability(device) or LEAST_FOR_FP8
     if capability < LEAST:

@@ -1,0 +1,128 @@
+"""The memory of a policy that is sampled or evaluated and not trained."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+from jax import Array
+from jax.sharding import Mesh
+
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.types import Params
+from jaxgrpo.models import sharding
+from jaxgrpo.models.api import LAYERS, Model, ModelConfig
+from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.slots.capacity import capacity
+from jaxgrpo.training import memory
+from jaxgrpo.training.memory import shown
+
+
+class SampledMemory(NamedTuple):
+    """Bytes on one device, but for keys and values."""
+
+    weights: int  # as the sampler reads them, each layer's apart
+    copy: int  # in 8 bits, or of layers with adapters merged, where samples are drawn from that
+    base: int  # of the model that evaluations compare with
+    second_pass: int  # of evaluations that look at samples again: the layers stacked, logits
+
+    @property
+    def persistent(self) -> int:
+        """As long as samples are drawn."""
+        return self.weights + self.copy + self.base
+
+
+def count(
+    model: Model,
+    mesh: Mesh,
+    weight_dtype: str = "auto",
+    has_base: bool = False,
+    has_second_pass: bool = False,
+) -> SampledMemory:
+    """The memory of a policy on each device of a mesh.
+
+    Args:
+      weight_dtype: as in `SamplingSettings`.
+      has_base: whether another model of its size is compared with.
+      has_second_pass: whether evaluations look at samples again.
+    """
+    config = model.config
+    weights, layers = memory.bytes_to_sample(model, mesh)
+    logits = memory.second_pass_bytes(config.hidden_size, config.vocab_size)
+    return SampledMemory(
+        weights=weights,
+        copy=memory.copied_to_sample(model, mesh, weight_dtype),
+        base=memory.parameters(model, mesh) if has_base else 0,
+        second_pass=layers + logits // mesh.shape["tensor"] if has_second_pass else 0,
+    )
+
+
+def refuse_too_large(
+    path: str,
+    model: Model,
+    settings: SamplingSettings,
+    mesh: Mesh,
+    sampled: SampledMemory,
+    group: int,
+    width: int,
+) -> None:
+    """Refuses what fits its devices with no number of slots, or not with the one that is asked for.
+
+    Args:
+      path: `model.path`, for the message.
+      group, width: samples of a prompt, and tokens that it may have.
+
+    Raises: InputError.
+    """
+    bins = sharding.num_bins(mesh)
+    settings = settings._replace(slots=settings.slots or bins)
+    prompts = bins * max(1, -(-settings.slots // (group * bins)))
+    decoding = capacity(model, settings, mesh, prompts, group, width).total
+    phases = {"decoding": decoding, "a second pass": sampled.second_pass}
+    process, limit = memory.process_bytes(mesh, 0), memory.device_bytes(mesh)
+    total = process + sampled.persistent + max(phases.values())
+    if total <= limit:
+        return
+    weights = {"weights": sampled.weights, "their copy": sampled.copy, "the base": sampled.base}
+    parts = {**weights, f"decoding with {settings.slots} slots": decoding, **phases}
+    parts = {name: size for name, size in parts.items() if size and name != "decoding"}
+    remedies = ["mesh.tensor over more devices"]
+    if model.config.dtype == "float32":
+        remedies.insert(0, 'model.dtype = "bfloat16"')
+    if process + sampled.persistent <= limit:
+        shorter = "shorter rollout.max_prompt_tokens and rollout.max_completion_tokens"
+        fewer = f"fewer rollout.slots, {shorter}" if settings.slots > bins else shorter
+        largest = max(phases, key=lambda name: phases[name])
+        remedies.insert(0, fewer if largest == "decoding" else "eval.kl_to_base = false")
+    raise InputError(
+        f"{path} does not fit: {shown(total)} of {shown(limit)} on each device at the least ("
+        + ", ".join(f"{name} {shown(size)}" for name, size in parts.items())
+        + "): take "
+        + ", ".join(remedies)
+    )
+
+
+def released_per_layer(config: ModelConfig, params: Params) -> Params:
+    """`params_per_layer` of parameters that nothing else reads: array by array, each of which is
+    freed then, so that a model that just fits can be read."""
+    shared = {name: tree for name, tree in params.items() if name not in LAYERS}
+    lead, rest = (
+        tuple(layers[str(i)] for i in range(len(layers)))
+        for layers in (params.get(part, {}) for part in ("lead", "rest"))
+    )
+    columns = {}
+    for name, stacked in params["blocks"].items():
+        leaves, structure = jax.tree.flatten(stacked)
+        apart = []
+        for leaf in leaves:
+            apart.append(jax.block_until_ready(_slices(leaf)))
+            leaf.delete()
+        columns[name] = [structure.unflatten(layer) for layer in zip(*apart, strict=True)]
+    periods, width = range(config.periods), range(len(config.pattern))
+    scanned = tuple(columns[str(k)][period] for period in periods for k in width)
+    return {**shared, "layers": lead + scanned + rest}
+
+
+@jax.jit
+def _slices(stacked: Array) -> tuple[Array, ...]:
+    return tuple(stacked[i] for i in range(stacked.shape[0]))
