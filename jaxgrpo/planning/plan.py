@@ -233,15 +233,21 @@ def _read(run: Run, program: Program, topology: Topology, dump: Any) -> Planned:
 
 
 def _beside(run: Run, program: Program) -> int:
-    """Bytes of the run's state that a program does not read, and, while it samples, of what a sync
-    has left."""
+    """Bytes of the run's state that a program does not read, of the base that evaluations keep,
+    and, while it samples, of what a sync has left."""
     arguments = program.arguments
     if program.name == "sync":  # it is given the state, and reads the policy
         arguments = (run.learner.trainable, run.learner.frozen.get(WEIGHTS))
     argument_ids = {id(leaf) for leaf in jax.tree.leaves(arguments)}
     unread = [leaf for leaf in jax.tree.leaves(run.learner) if id(leaf) not in argument_ids]
     left = programs.left_by_sync(run) if program.name in ("prefill", "decode") else {}
-    return memory.on_device((unread, left))
+    return memory.on_device((unread, left)) + _outside_learner(run)
+
+
+def _outside_learner(run: Run) -> int:
+    """Bytes of copies that a run keeps and its learner does not hold: the base of evaluations."""
+    frozen = [tree for name, tree in run.learner.frozen.items() if name != WEIGHTS]
+    return run.memory.copies - memory.on_device(frozen)
 
 
 def each_axis(collectives: Sequence[Collective]) -> dict[tuple[str, tuple[str, ...]], float]:

@@ -386,3 +386,23 @@ def test_what_a_sync_gives_lies_beside_a_copy_that_the_sampler_makes_of_it(chang
     counted = memory.weights_to_sample(blueprint.model, blueprint.mesh, *settings)
     assert sampled_bytes - read + left == counted
     assert (left > 0) == (bool(changes) and ("fsdp" in mesh or [*changes] == ["lora"]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "mesh", "bases"),
+    [
+        ({}, {"fsdp": 2}, 1),
+        ({"lora": {"rank": 4, "alpha": 8.0}}, {"data": 2}, 0),  # which is the frozen weights
+        ({"loss.kl": {"use": "k2", "beta": 0.1}}, {"fsdp": 2, "sampling_tensor": 2}, 1),
+    ],
+    ids=str,
+)
+def test_the_base_of_evaluations_lies_beside_every_program(changes, mesh, bases):
+    model = {"path": "none/here", "dtype": "bfloat16", "config": GEMMA3}
+    changes = changes | {"eval": {"data": "task:arithmetic:test"}, "model": model, "mesh": mesh}
+    devices, update = topologies.stand_ins("h100:1x2", 1), Program("update", None, 0.0, (), 0)
+    for measures_kl in (False, True):
+        run = planned.run(devices=devices, **changes, **{"eval.kl_to_base": measures_kl})
+        base_bytes = memory.parameters(run.blueprint.model, run.blueprint.samples_on)
+        beside = plan._beside(run, update) - memory.on_device(run.learner)
+        assert beside == (bases * base_bytes if measures_kl else 0)
