@@ -11,7 +11,7 @@ from jaxgrpo.core.errors import InputError, find
 from jaxgrpo.data.chat import for_rewards
 from jaxgrpo.data.written import text_of_value
 from jaxgrpo.rewards import builtin, confidence, consensus, mathematics, python, reasoning
-from jaxgrpo.rewards.calling import call_rewards
+from jaxgrpo.rewards.calling import RewardLog, call_rewards
 from jaxgrpo.rewards.protocol import (
     BuiltIn,
     Reward,
@@ -154,6 +154,7 @@ def preview(
     decode: Callable[[list[list[int]]], list[str]],
     *,
     trainer_state: TrainerState | None = None,
+    check_log: Callable[[RewardLog], Any] | None = None,
 ) -> dict[str, Preview]:
     """Calls every reward once on two completions: the row's gold answer, and "".
 
@@ -161,8 +162,9 @@ def preview(
       row: has "prompt" and, where the data have answers, "answer".
       encode: the token ids that a sample with this text has, with its end token.
       decode: the texts of samples.
+      check_log: refuses what the rewards logged; None: anything may be logged.
 
-    Raises: RewardError as `call_rewards` does.
+    Raises: RewardError as `call_rewards` does, and what `check_log` raises.
     """
     answer = row.get("answer")
     ids = [encode(text) for text in ("" if answer is None else text_of_value(answer), "")]
@@ -175,6 +177,8 @@ def preview(
         {name: [value] * 2 for name, value in row.items() if name != "prompt"},
         trainer_state=trainer_state,
     )
+    if check_log is not None:
+        check_log(log)
 
     previews = {}
     for name, function, *_ in rewards:

@@ -141,7 +141,7 @@ def try_rewards(
       state: of the run when its first samples are judged.
 
     Raises: RewardError where a reward returns the wrong number or type of values, or raises and
-    does not leave its samples unscored.
+    does not leave its samples unscored, or logs a metric under a name of LATER or LATER_TABLES.
     """
     end = answer_end_tokens(tokenizer, stop_tokens)
     return preview(
@@ -150,6 +150,7 @@ def try_rewards(
         lambda text: [*tokenizer(text, add_special_tokens=False)["input_ids"], *end],
         functools.partial(decode_texts, tokenizer),
         trainer_state=state,
+        check_log=functools.partial(with_logged, {}),
     )
 
 

@@ -14,12 +14,12 @@ from jaxgrpo.config.world import make_world
 from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.models.hf import folders
 from jaxgrpo.planning import preview
-from jaxgrpo.rewards import Reward, RewardError, RewardLog
+from jaxgrpo.rewards import Reward, RewardError, RewardLog, TrainerState
 from jaxgrpo.rollout import judging
 from jaxgrpo.training import loop, setup
 from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.processes import process
-from jaxgrpo.training.rewarding import resolve_rewards, with_logged
+from jaxgrpo.training.rewarding import resolve_rewards, try_rewards, with_logged
 from jaxgrpo.training.stored_policy import StoredPolicy
 
 pytestmark = pytest.mark.slow
@@ -239,6 +239,27 @@ def test_a_metric_logged_under_a_name_of_the_trainer_is_refused():
             with_logged({"reward": 0.5}, log)
     log = RewardLog({}, {"judge/time/step": (1.0, 2)}, {}, {})
     assert with_logged({"reward": 0.5}, log) == {"reward": 0.5, "judge/time/step": 0.5}
+
+
+@pytest.mark.parametrize("name", ["time/judge", "eval/accuracy", "step", "judge/time"])
+def test_a_logged_name_of_the_trainer_is_refused_before_the_first_step(name):
+    class Tokenizer(Letters):
+        eos_token_id = 0
+
+        def __call__(self, text, add_special_tokens):
+            return {"input_ids": [ord(letter) - ord("a") + 1 for letter in text]}
+
+    def mine(completions, log_metric):
+        log_metric(name, 1.0)
+        return [0.0] * len(completions)
+
+    row = {"prompt": "hi", "answer": "ab"}
+    arguments = [Reward("mine", mine)], row, Tokenizer(), [0], TrainerState()
+    if name == "judge/time":
+        assert try_rewards(*arguments)["mine"].gold == 0
+        return
+    with pytest.raises(RewardError, match=f"calls log_metric\\('{name}', ...\\), the name of a"):
+        try_rewards(*arguments)
 
 
 def test_prompts_that_are_messages_are_judged_as_messages_and_texts_as_texts():
