@@ -8,7 +8,14 @@ from jaxgrpo.config.reading import Values
 
 
 def check(values: Values) -> Iterator[str]:
-    """Dtypes that are wider than what they are to hold."""
+    """Dtypes that are wider than what they are to hold, or that everything has already."""
+    if values.get("model.dtype") == "float32":
+        for name in ("model.float32_activations", "model.float32_attention"):
+            if values.get(name):
+                yield (
+                    f'{name} = true: with model.dtype = "float32" these numbers are float32 '
+                    'without it; leave it out, or set model.dtype = "bfloat16"'
+                )
     if values.get("model.dtype") != "bfloat16":
         return
     is_wide = values.get("model.float32_attention")

@@ -16,7 +16,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxgrpo.models.api import LAYERS, AttentionKind, DeltaKind, ExpertsKind, LayerKind, Model
+from jaxgrpo.models.api import (
+    LAYERS,
+    AttentionKind,
+    DeltaKind,
+    ExpertsKind,
+    LayerKind,
+    Model,
+    ModelConfig,
+)
 from jaxgrpo.models.cache import cache_dtype
 from jaxgrpo.models.decoder import Remat
 from jaxgrpo.models.recurrence import CHUNK
@@ -132,6 +140,12 @@ def layer_outputs(model: Model) -> Iterator[Outputs]:
         yield Outputs(part, kind, maps[0].layers, products, numbers)
 
 
+def count_pieces(config: ModelConfig) -> int:
+    """In how many numbers a product with weights of layers takes each of its inputs, as
+    `products.product_in_pieces`: two with float32_activations beside weights in fewer bits."""
+    return 2 if config.float32_activations and jnp.dtype(config.dtype).itemsize < 4 else 1
+
+
 def activations(model: Model, remat: Remat) -> int:
     """Bytes of a token in an update: what layers keep, and a period of them at work.
 
@@ -147,8 +161,8 @@ def activations(model: Model, remat: Remat) -> int:
     "dots" 18 kB more for each layer (25 here), "none" about 97 kB (106 here, in float32).
     """
     config, size = model.config, jnp.dtype(model.config.dtype).itemsize
-    # With float32_activations products are of two pieces, both kept by "dots".
-    wide, copies = (max(4, size), 2) if config.float32_activations else (size, 1)
+    wide = max(4, size) if config.float32_activations else size
+    copies = count_pieces(config)  # all of which "dots" keeps
     attended_size = jnp.dtype(cache_dtype("auto", config)).itemsize
     attended, outputs = config.num_heads * config.head_dim, [*layer_outputs(model)]
     inputs = config.hidden_size * wide * (remat in ("full", "attention"))

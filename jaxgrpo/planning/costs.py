@@ -26,7 +26,7 @@ from jaxgrpo.models.api import (
     Model,
     ModelConfig,
 )
-from jaxgrpo.models.counts import activations, count_recurrence, count_weights
+from jaxgrpo.models.counts import activations, count_pieces, count_recurrence, count_weights
 from jaxgrpo.models.logprobs import chunk_tokens
 from jaxgrpo.planning.hlo import Collective
 from jaxgrpo.planning.programs import Run, placed, sampler_params, scoring_passes
@@ -111,13 +111,13 @@ def forward_flops(model: Model, prompts: int, width: int, samples: int, steps: i
 
 
 def second_pieces_flops(model: Model, prompts: int, width: int, samples: int, steps: int) -> float:
-    """What `forward_flops` takes more with model.float32_activations, where inputs are multiplied
-    with weights of layers in two pieces: 2 L (prompts width + samples steps); without it 0.
+    """What `forward_flops` takes more where inputs are multiplied with weights of layers in two
+    pieces (`count_pieces`): 2 L (prompts width + samples steps); elsewhere 0.
 
     L counts experts too, which take one piece: of mixtures this is too much.
     """
     tokens = prompts * width + samples * steps
-    return 2.0 * count_weights(model).active * tokens * model.config.float32_activations
+    return 2.0 * count_weights(model).active * tokens * (count_pieces(model.config) - 1)
 
 
 def program_work(run: Run) -> dict[str, Work]:

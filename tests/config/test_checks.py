@@ -145,6 +145,17 @@ def test_queries_keys_and_values_in_float32_come_from_products_in_float32():
     read(narrow, "model.float32_activations=true", wide, cache)
 
 
+@pytest.mark.parametrize("name", ["model.float32_activations", "model.float32_attention"])
+def test_a_model_in_float32_has_no_wider_activations(name):
+    (problem,) = problems(f"{name}=true")
+    assert problem == (
+        f'{name} = true: with model.dtype = "float32" these numbers are float32 without it; leave '
+        'it out, or set model.dtype = "bfloat16"'
+    )
+    assert read("model.float32_head=true").model.float32_head
+    read(f"{name}=false")
+
+
 @pytest.mark.parametrize("key", ["train.router_aux_loss_coef", "train.router_bias_update_rate"])
 def test_loads_of_experts_are_those_that_are_taken_again(key):
     assert read(f"{key}=0.01").train.routing == "replay"

@@ -15,7 +15,7 @@ import tiny
 from engines import draw_all
 
 from jaxgrpo.core.chips import CHIPS
-from jaxgrpo.models import counts, decoder
+from jaxgrpo.models import counts, decoder, products
 from jaxgrpo.models.api import AttentionKind, Caller, LayerKind, ModelConfig
 from jaxgrpo.models.attention import causal
 from jaxgrpo.models.counts import count_weights
@@ -252,6 +252,20 @@ def test_activations_in_float32_multiply_twice_with_weights_of_layers():
     saved = [counts.activations(run.blueprint.model, "attention") for run in (plain, wide)]
     config = plain.blueprint.model.config
     assert saved[1] - saved[0] == 2 * config.hidden_size * config.num_layers
+
+
+@pytest.mark.parametrize(("dtype", "pieces"), [("bfloat16", 2), ("float32", 1)])
+def test_inputs_of_products_are_counted_in_as_many_pieces_as_they_are_multiplied_in(dtype, pieces):
+    wide = planned.run(**{"model.dtype": "bfloat16", "model.float32_activations": True})
+    model = wide.blueprint.model
+    model = model._replace(config=dataclasses.replace(model.config, dtype=dtype))
+    assert len(products.pieces(jnp.ones(3), dtype, most=2)) == pieces
+    weights = count_weights(model).active
+    assert costs.second_pieces_flops(model, 1, 2, 3, 5) == (pieces - 1) * 2 * weights * (2 + 15)
+    plain = model._replace(config=dataclasses.replace(model.config, float32_activations=False))
+    assert costs.second_pieces_flops(plain, 1, 2, 3, 5) == 0
+    if dtype == "float32":
+        assert counts.activations(model, "dots") == counts.activations(plain, "dots")
 
 
 def test_a_reference_that_an_update_runs_and_logits_that_it_computes_twice_are_counted():
