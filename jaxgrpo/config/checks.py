@@ -40,6 +40,7 @@ SOURCE_OPTIONS = ("subset", "split", "revision")
 OTHER_FORMAT = "other"
 """The format of a text that no named one fits."""
 
+EVERY_TEXT = "every text fits an empty pattern; write what texts of this format contain"
 METRIC = keys.ReferenceKeys().reset_metric
 UNEVALUATED = "nothing is evaluated between the start and the end; set eval.data and eval.every"
 
@@ -236,7 +237,7 @@ def _evaluation(values: Values) -> Iterator[str]:
         where = f"eval.formats.{name} = {show(pattern)}"
         if name == OTHER_FORMAT:
             yield f"{where}: {name} is the name of what fits no format; give another name"
-        if problem := pattern_problem(pattern):
+        if problem := pattern_problem(pattern) or (EVERY_TEXT if pattern == "" else None):
             yield f"{where}: {problem}"
     if share > 1:
         yield f"eval.confidence_kept = {share:g}: a share of the voters; set it to 1 (all) or less"

@@ -1,15 +1,13 @@
 """Configs from TOML files and from Python: read, changed, written, and compared to resume a run.
 
 `load` reads a file and `make_config` what a call from Python gives; both report everything that is
-wrong in one message. The keys are in keys.py, the checks of single values in reading.py, those of
-several together in checks.py.
+wrong in one message. The keys are in keys.py, changes of tables in changes.py, the checks of single
+values in reading.py, those of several together in checks.py.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import datetime
 import json
 import math
 import os
@@ -19,18 +17,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import checks, keys, reading
-from jaxgrpo.config.keys import SECTIONS, Config, config_folder, is_path
-from jaxgrpo.config.own_code import named_file, python_name
+from jaxgrpo.config.changes import absolute, override, replace
+from jaxgrpo.config.keys import SECTIONS, Config, config_folder
+from jaxgrpo.config.own_code import python_name
 from jaxgrpo.config.reading import show
 from jaxgrpo.core.errors import ConfigError, InputError, differing_names, no_text, suggest
-from jaxgrpo.core.scores import POLICIES
-from jaxgrpo.data.chat import CHOICES
-from jaxgrpo.data.storage import is_url
-from jaxgrpo.data.written import as_json, text_of_value
 from jaxgrpo.rewards import callable_name
 
 RESUMABLE = {
@@ -42,15 +35,6 @@ RESUMABLE = {
     "run": "the folder may have moved",
 }
 """Keys, and whole tables, that may change when a run is resumed, and why."""
-
-_INPUTS = ("model.path", "data.path", "data.path.path", "eval.data")
-"""Paths that begin at the config's folder; the third is that of a list's entries."""
-_LOCAL = "lora.path"  # one that is no name on the hub
-_NAMES = ("use", "recipe")  # keys that may name own code
-_CODE = (  # other keys that may
-    *("model.family", "eval.scorer", "scores.prompt"),
-    *("tools", "environment", "rollout.call_format"),
-)
 
 
 def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
@@ -131,9 +115,7 @@ def from_dict(
       name: what messages call it, if there is no source.
     """
     tables: dict[str, Any] = absolute(raw, config_folder(source))
-    pairs = [text.partition("=")[::2] for text in overrides]
-    drop_rivals(tables, (key for key, value in pairs if value.strip()))
-    problems = [problem for text in overrides for problem in _override(tables, text)]
+    problems = list(override(tables, overrides))
     values: reading.Values = {}
     wrong_values = list(_wrong_values(tables))
     problems += [*wrong_values, *reading.read(tables, values)]
@@ -211,150 +193,6 @@ def _may_change(name: str, ends_with_steps: bool, resets_by_evaluation: bool) ->
     if name.startswith("eval.") and resets_by_evaluation:
         return False
     return any(name == key or name.startswith(f"{key}.") for key in RESUMABLE)
-
-
-def absolute(value: Any, folder: Path, where: str = "") -> Any:
-    """A copy in which paths of inputs and of own code are absolute, dates of TOML, which JSON does
-    not know, are texts, and values of Python are as TOML has them, see `_plain`."""
-    value = _plain(value)
-    if isinstance(value, Mapping):
-        return {
-            name: absolute(entry, folder, f"{where}.{name}".lstrip("."))
-            for name, entry in value.items()
-        }
-    if isinstance(value, (list, tuple)):
-        return [absolute(entry, folder, where) for entry in value]
-    is_policy = where == "scores.policy" or where.startswith("scores.policies.")
-    is_input = where in _INPUTS or (is_policy and value not in POLICIES)
-    is_input = is_input and is_path(str(value), folder)
-    is_input |= where == "data.chat_template" and value not in CHOICES
-    is_input |= where == _LOCAL and not is_url(str(value))
-    names_code = where.rpartition(".")[2] in _NAMES or where in _CODE
-    names_code |= where.startswith("environment.")
-    is_file = names_code and named_file(str(value)) is not None
-    if isinstance(value, str) and value and (is_input or is_file):
-        return str(folder / os.path.expanduser(value))
-    if isinstance(value, str) and where == "run.dir":  # relative to the working directory
-        return os.path.expanduser(value)
-    if isinstance(value, (datetime.date, datetime.time)):
-        return value.isoformat()
-    return copy.copy(value)
-
-
-def drop_rivals(tables: dict[str, Any], names: Iterable[str]) -> None:
-    """A recipe is a whole chain: it replaces `advantage` of `tables`, which are changed, and is
-    replaced by it. Where both are given they stay, and are a problem.
-
-    Args:
-      names: of the keys that are about to be set.
-    """
-    first_names = {name.partition(".")[0].strip() for name in names}
-    for key, rival in (("recipe", "advantage"), ("advantage", "recipe")):
-        if key in first_names and rival not in first_names:
-            tables.pop(rival, None)
-
-
-def _plain(value: Any) -> Any:
-    """A value from Python as TOML has it: paths as texts, numbers and arrays of NumPy and JAX as
-    numbers and lists, with floats of few bits as their shortest numbers.
-
-    >>> _plain(Path("runs", "x")), _plain(np.float32(0.1)), _plain(np.arange(2))
-    ('runs/x', 0.1, [0, 1])
-    """
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if not hasattr(value, "tolist"):
-        return value
-    array = np.asarray(value)
-    is_number = array.ndim == 0 and array.dtype.kind == "f"
-    return float(text_of_value(array[()])) if is_number else array.tolist()
-
-
-def _override(tables: dict[str, Any], text: str) -> Iterator[str]:
-    """Sets one key of `tables`, which are changed, from "table.key=value"; "table.key=" unsets one.
-    Yields a problem."""
-    name, equals, value_text = text.partition("=")
-    path = [word.strip() for word in name.split(".")]
-    if not equals or not all(path):
-        yield f"--set {text}: expected table.key=value"
-        return
-    try:
-        value = tomllib.loads(f"value = {value_text}")["value"]
-    except (ValueError, RecursionError) as error:
-        plain = value_text.strip()
-        if plain.startswith(("[", "{", '"', "'")):
-            field = keys.KEYS.get(name.strip())
-            takes_text = field is not None and field.type in ("str", "str | None")
-            is_template = takes_text and plain.startswith(("[", "{"))
-            hint = f"""; a text is quoted twice, --set '{name}="{plain}"'""" if is_template else ""
-            yield f"--set {text}: the value is not TOML: {error}{hint}"
-            return
-        right = as_json(plain)
-        if "null" in (plain, right):
-            right = "nothing behind the =, which leaves the key unset"
-        if right:
-            yield f"--set {text}: {plain} would be a text; write {right}"
-            return
-        value = plain or _nothing(".".join(path))
-    try:
-        put(tables, path, value, Path.cwd())
-    except (TypeError, AttributeError, ValueError, IndexError):
-        yield f"--set {text}: {name} does not lead to a key of the config"
-
-
-def _nothing(name: str) -> str | None:
-    """What "table.key=" sets: None, where a key is unset by default and takes no empty text, and a
-    whole table, or another key beside the tables; else an empty text."""
-    field = keys.KEYS.get(name)
-    if field is None:
-        return None if name in keys.HINTS else ""
-    return None if field.default is None and not field.metadata["range"].may_be_empty else ""
-
-
-def put(
-    tables: dict[str, Any], path: Sequence[str], value: Any, folder: Path, merge: bool = False
-) -> None:
-    """Sets one key of `tables`, which are changed; missing tables are added.
-
-    Another `use` of a part, loss.surrogate or the like, drops the options of the part before: a
-    clip's bounds mean nothing to GSPO. In the table optimizer and in rewards their own keys stay,
-    clip_norm or weight, whatever is used.
-
-    Args:
-      path: names of tables and keys; the entry of a list by its number, ["rewards", "0", "weight"].
-      folder: where relative paths in `value` begin.
-      merge: a table as value replaces only the keys that it has, unless it names a part. An empty
-        one empties a table within a section.
-    """
-    table: Any = tables
-    for name in path[:-1]:
-        table = table[int(name)] if isinstance(table, list) else table.setdefault(name, {})
-    last = path[-1]
-    if merge and isinstance(value, Mapping) and isinstance(table, dict):
-        names_no_part = "use" not in value or last in SECTIONS
-        empties = not value and len(path) > 1
-        if names_no_part and not empties and isinstance(table.get(last), dict):
-            for name in sorted(value, key=lambda name: name != "use"):
-                put(tables, [*path, name], value[name], folder, merge=True)
-            return
-    if last == "use":
-        _drop_options(table, path, value)
-    place: Any = int(last) if isinstance(table, list) else last
-    table[place] = absolute(value, folder, ".".join(name for name in path if not name.isdigit()))
-
-
-def _drop_options(table: Any, path: Sequence[str], use: Any) -> None:
-    """Deletes the options in the table of a part, at `path`, if its `use` is about to change."""
-    place = ".".join(name for name in path[:-1] if not name.isdigit())
-    cls: Any = {"optimizer": keys.OptimizerKeys, "rewards": keys.RewardKeys}.get(place)
-    table_keys = {} if cls is None else cls.__dataclass_fields__
-    holds_part = place in keys.KEYS and keys.KEYS[place].type in ("Part", "Part | None")
-    is_part = holds_part or place in ("recipe", "advantage")
-    if not isinstance(table, dict) or not (table_keys or is_part):
-        return
-    if table.get("use", table_keys["use"].default if table_keys else None) != use:
-        for name in table.keys() - table_keys.keys() - {"use"}:
-            del table[name]
 
 
 def to_tables(config: Config) -> dict[str, Any]:
@@ -463,22 +301,6 @@ def refuse_other_objects(rewards: Any, advantage: Any, tools: Any) -> None:
             "jaxgrpo.chain(jaxgrpo.sum_rewards(), jaxgrpo.subtract_group_mean()), or name a recipe "
             'by recipe="grpo"'
         )
-
-
-def replace(tables: dict[str, Any], changes: Mapping[str, Any], folder: Path) -> None:
-    """Replaces keys of `tables`, which are changed, by nested or dotted ones; see `put`.
-
-    Args:
-      folder: where relative paths in `changes` begin.
-
-    Raises: ConfigError where a name leads through what is no table.
-    """
-    drop_rivals(tables, (name for name, value in changes.items() if value is not None))
-    for key, value in changes.items():
-        try:
-            put(tables, key.split("."), value, folder, merge=True)
-        except (TypeError, AttributeError, ValueError, IndexError):
-            raise ConfigError("changes", [f"{key}: does not lead to a key of the config"]) from None
 
 
 def _code_name(code: Any) -> str:

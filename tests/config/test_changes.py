@@ -1,0 +1,88 @@
+"""Options of commands change a config key by key: what they set and unset, and where they end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from minimal_config import problems, read, tables
+
+from jaxgrpo.config import files
+from jaxgrpo.config.files import make_config
+from jaxgrpo.core.errors import ConfigError
+
+FULL: dict[str, Any] = tables(
+    rewards=[{"use": "length", "timeout": 5, "name": "a", "cache": 4}],
+    scores=[{"name": "t", "policy": "reference", "temperature": 0.5}],
+    loss={"kl": {"use": "k2", "beta": 0.1}, "surrogate": {"use": "clip", "low": 0.1}},
+    data={"path": [{"path": "task:arithmetic:train", "name": "x"}]},
+    optimizer={"learning_rate": 1e-3, "weight_decay": 0.1},
+    eval={"data": "task:arithmetic:test", "formats": {"a": "x"}},
+    tracking={"wandb": {"project": "p", "name": "n"}},
+)
+
+
+@pytest.mark.parametrize(
+    ("option", "place", "left"),
+    [
+        ("rewards.0.timeout=", ("rewards", 0, "timeout"), None),
+        ("rewards.0.name= ", ("rewards", 0, "name"), None),
+        ("rewards.0.cache=", ("rewards", 0, "options"), {}),
+        ("scores.0.temperature=", ("scores", 0, "temperature"), None),
+        ("data.path.0.name=", ("data", "path", 0, "name"), None),
+        ("optimizer.weight_decay=", ("optimizer", "options"), {}),
+        ("loss.surrogate.low=", ("loss", "surrogate"), {"use": "clip"}),
+        ("eval.formats.a=", ("eval", "formats"), {}),
+        ("tracking.wandb.name=", ("tracking", "wandb"), {"project": "p"}),
+    ],
+)
+def test_nothing_behind_a_key_unsets_it_at_any_depth(option, place, left):
+    value: Any = files.from_dict(FULL, [option])
+    for name in place:
+        value = value[name] if isinstance(value, tuple) else getattr(value, name)
+    assert value == left
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("optimizer.weight_decai=", "is not set, so that nothing can be unset; did you mean 'weig"),
+        ("eval.formats.b=", "eval.formats.b is not set, so that nothing can be unset; Known: a"),
+        ("loss.entropy.beta=", "loss.entropy.beta is not set, so that nothing can be unset"),
+        ("train.stepz=", "train.stepz: unknown key; did you mean train.steps?"),
+        ("loss.kl.use=", 'loss.kl.use = "": expected a text in quotes'),
+        ('eval.formats.a=""', 'eval.formats.a = "": every text fits an empty pattern; write'),
+        (
+            "rewards.1.use=length",
+            "to a key of the config: rewards has 1 entry, rewards.0; for more give the list, rewa",
+        ),
+        ("train.steps.most=1", "to a key of the config: train.steps = 10 has no entries"),
+        (
+            "train.steps=5\ntrain.seed=3",
+            "behind the value is a line break, and more: give each key",
+        ),
+    ],
+)
+def test_an_option_that_leads_nowhere_says_where_it_ends(option, message):
+    with pytest.raises(ConfigError) as caught:
+        files.from_dict(FULL, [option])
+    assert message in "".join(caught.value.problems)
+
+
+def test_an_option_of_a_part_that_is_a_name_alone_says_how_to_write_both():
+    part = 'recipe = "grpo" is a text; write recipe = { use = "grpo", eps = 0.0001 }'
+    (problem,) = problems("recipe=grpo", "recipe.eps=1e-4")
+    assert problem.endswith(f"recipe.eps does not lead to a key of the config: {part}")
+    with pytest.raises(ConfigError, match=r"recipe.eps: does not lead to a key of the config: rec"):
+        make_config(read("recipe=grpo"), {"recipe.eps": 1e-4})
+    (problem,) = problems("recipe=grpo", "recipe.eps=")
+    assert problem.endswith(': recipe = "grpo" has no entries')
+
+
+def test_a_name_in_quotes_may_hold_what_separates_names():
+    goals = read('rollout.goals."<|a.b|>"=0.5', "rollout.goals.'c=d' = 0.5").rollout.goals
+    assert goals == {"<|a.b|>": 0.5, "c=d": 0.5}
+    assert read('rollout."slots"=5').rollout.slots == 5
+    (problem,) = problems('"rollout.slots"=5')
+    assert problem.startswith("rollout.slots: unknown key; write it without quotes")
+    assert read('data.chat_template_kwargs.a="""b\nc"""').data.chat_template_kwargs == {"a": "b\nc"}
