@@ -276,15 +276,15 @@ LINES = {
     "losses": 1386,  # with 290 of surrogates that see an update as a whole, or have other bounds
     "core": 727,  # with what launches and short collectives take
     "data": 2702,  # with four tasks of experiments, four of several turns, and reasoning-gym's
-    "models": 8585,  # with kernels for GPUs, 8 bits, 2,570 of kinds, experts, latents and families
-    "rewards": 2601,  # with two sandboxes, what runs in one of them, and forks for calls
+    "models": 8588,  # with kernels for GPUs, 8 bits, 2,570 of kinds, experts, latents and families
+    "rewards": 2604,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2637,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
     "rollout": 4730,  # with turns, samples that wait beside their slots, recorded experts
-    "update": 2490,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
-    "config": 2637,  # with tools and environments, other methods by name, scores of several models
+    "update": 2496,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
+    "config": 2746,  # with tools and environments, other methods by name, scores of several models
     "evaluation": 760,  # with how two judgements agree
-    "training": 8730,  # 127 of it faults around a run; conversations, damaged runs, texts of data
-    "planning": 1854,  # 110 of it what compiled programs move, which benchmarks had
+    "training": 8745,  # 127 of it faults around a run; conversations, damaged runs, texts of data
+    "planning": 1857,  # 110 of it what compiled programs move, which benchmarks had
     "experiments": 4155,  # 1,135 of it what methods climb, by enumeration; 87 the atlas
     "cli": 3628,  # with saved samples judged again, queries answered, small models of 33 families
 }

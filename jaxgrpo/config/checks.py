@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxgrpo import advantages, losses, rewards
-from jaxgrpo.config import keys, methods, precision, scoring, world
+from jaxgrpo.config import evaluating, keys, methods, precision, scoring, world
 from jaxgrpo.config.keys import Part, RewardKeys, part_options
 from jaxgrpo.config.own_code import is_reference, named_file
 from jaxgrpo.config.ranges import LARGEST, wandb_problem
@@ -37,12 +37,7 @@ BuiltParts = dict[str, tuple[Part, Any]]
 
 SOURCE_OPTIONS = ("subset", "split", "revision")
 
-OTHER_FORMAT = "other"
-"""The format of a text that no named one fits."""
-
-EVERY_TEXT = "every text fits an empty pattern; write what texts of this format contain"
 METRIC = keys.ReferenceKeys().reset_metric
-UNEVALUATED = "nothing is evaluated between the start and the end; set eval.data and eval.every"
 
 
 def check(values: Values) -> Iterator[str]:
@@ -52,11 +47,15 @@ def check(values: Values) -> Iterator[str]:
     yield from _method(values, parts)
     yield from _refill(values, parts)
     yield from _rewards(values, parts)
-    checks = (_updates, _evaluation, _loss, _sampling, precision.check, _early_stop, _resets)
+    checks = (_updates, evaluating.check, _loss, _sampling, precision.check, _early_stop, _resets)
     for find_problems in (*checks, scoring.check, world.check, _data, _template, _lora):
         yield from find_problems(values)
     yield from wrong_parts
     yield from _optimizer(values)
+    every = values.get("atlas.every", keys.AtlasKeys().every)
+    if every != keys.AtlasKeys().every and values.get("atlas.methods") == ():
+        reason = 'nothing reads it without atlas.methods; set that, as ["sign"], or leave it out'
+        yield f"atlas.every = {every}: {reason}"
     wandb = values.get("tracking.wandb")
     if wandb is not None and (problem := wandb_problem(wandb)):
         yield problem
@@ -219,34 +218,6 @@ def _refill(values: Values, parts: BuiltParts) -> Iterator[str]:
             yield f"{where}: {part['use']} {methods.COMPARED_GROUPS}"
 
 
-def _evaluation(values: Values) -> Iterator[str]:
-    no_data = "eval.data" in values and values["eval.data"] is None
-    every, share = values.get("eval.every"), values.get("eval.confidence_kept", 1.0)
-    if every and no_data:
-        yield (
-            f"eval.every = {every}: there is nothing to evaluate on; name eval.data, as "
-            '"task:arithmetic:test", or leave eval.every out'
-        )
-    if best := values.get("checkpoint.keep_best"):
-        where = f"checkpoint.keep_best = {show(best)}"
-        if not best.startswith("eval/"):
-            yield f'{where}: expected "eval/NAME", as "eval/accuracy"'
-        if every == 0:
-            yield f"{where}: {UNEVALUATED}"
-    for name, pattern in values.get("eval.formats", {}).items():
-        where = f"eval.formats.{name} = {show(pattern)}"
-        if name == OTHER_FORMAT:
-            yield f"{where}: {name} is the name of what fits no format; give another name"
-        if problem := pattern_problem(pattern) or (EVERY_TEXT if pattern == "" else None):
-            yield f"{where}: {problem}"
-    if share > 1:
-        yield f"eval.confidence_kept = {share:g}: a share of the voters; set it to 1 (all) or less"
-    for name in ("eval.confidence", "eval.kl_to_base", "eval.subset", "eval.split"):
-        if (value := values.get(name)) and no_data:
-            problem = "there is nothing to evaluate on; name eval.data, or leave it out"
-            yield f"{name} = {show(value)}: {problem}"
-
-
 def _loss(values: Values) -> Iterator[str]:
     kl, entropy = values.get("loss.kl", {"use": ""}), values.get("loss.entropy", 0)
     no_penalty = entropy is None and (kl is None or kl["use"] == methods.IN_REWARD)
@@ -323,7 +294,7 @@ def _resets(values: Values) -> Iterator[str]:
         if not metric.startswith("eval/"):
             yield f'reference.reset_metric = {show(metric)}: expected "eval/NAME"'
         if not values.get("eval.every", 1) or values.get("eval.data", 1) is None:
-            yield f"reference.reset_patience: {UNEVALUATED}"
+            yield f"reference.reset_patience: {evaluating.UNEVALUATED}"
 
 
 def _rewards(values: Values, parts: BuiltParts) -> Iterator[str]:

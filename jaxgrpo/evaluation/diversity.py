@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgrpo.config.checks import OTHER_FORMAT
+from jaxgrpo.config.evaluating import OTHER_FORMAT
 from jaxgrpo.evaluation.voting import auroc, brier, ece
 from jaxgrpo.rewards import stated_confidence
 

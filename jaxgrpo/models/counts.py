@@ -16,15 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxgrpo.models.api import (
-    LAYERS,
-    AttentionKind,
-    DeltaKind,
-    ExpertsKind,
-    LayerKind,
-    Model,
-    ModelConfig,
-)
+from jaxgrpo.models.api import LAYERS, AttentionKind, DeltaKind, ExpertsKind, LayerKind, Model
 from jaxgrpo.models.cache import cache_dtype
 from jaxgrpo.models.decoder import Remat
 from jaxgrpo.models.recurrence import CHUNK
@@ -140,10 +132,11 @@ def layer_outputs(model: Model) -> Iterator[Outputs]:
         yield Outputs(part, kind, maps[0].layers, products, numbers)
 
 
-def count_pieces(config: ModelConfig) -> int:
+def count_pieces(model: Model) -> int:
     """In how many numbers a product with weights of layers takes each of its inputs, as
     `products.product_in_pieces`: two with float32_activations beside weights in fewer bits."""
-    return 2 if config.float32_activations and jnp.dtype(config.dtype).itemsize < 4 else 1
+    is_narrow = jnp.dtype(model.config.dtype).itemsize < 4
+    return 2 if model.config.float32_activations and is_narrow else 1
 
 
 def activations(model: Model, remat: Remat) -> int:
@@ -162,7 +155,7 @@ def activations(model: Model, remat: Remat) -> int:
     """
     config, size = model.config, jnp.dtype(model.config.dtype).itemsize
     wide = max(4, size) if config.float32_activations else size
-    copies = count_pieces(config)  # all of which "dots" keeps
+    copies = count_pieces(model)  # all of which "dots" keeps
     attended_size = jnp.dtype(cache_dtype("auto", config)).itemsize
     attended, outputs = config.num_heads * config.head_dim, [*layer_outputs(model)]
     inputs = config.hidden_size * wide * (remat in ("full", "attention"))

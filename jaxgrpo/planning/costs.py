@@ -117,7 +117,7 @@ def second_pieces_flops(model: Model, prompts: int, width: int, samples: int, st
     L counts experts too, which take one piece: of mixtures this is too much.
     """
     tokens = prompts * width + samples * steps
-    return 2.0 * count_weights(model).active * tokens * (count_pieces(model.config) - 1)
+    return 2.0 * count_weights(model).active * tokens * (count_pieces(model) - 1)
 
 
 def program_work(run: Run) -> dict[str, Work]:

@@ -22,7 +22,7 @@ from jaxgrpo.training.memory import Memory
 from jaxgrpo.training.pretrained import Pretrained, check_recurrent
 from jaxgrpo.training.resets import may_reset
 from jaxgrpo.update import packing, step
-from jaxgrpo.update.balance import make_balance
+from jaxgrpo.update.balance import make_balance, replays
 from jaxgrpo.update.forward import Blueprint, Teacher, trained
 from jaxgrpo.update.optimizer import make_optimizer
 
@@ -57,7 +57,7 @@ def build_method(
     """The static description of a run, checked as a whole, and what is built from it."""
     mesh, model, rollout, train = pretrained.mesh, pretrained.model, config.rollout, config.train
     sampling_mesh = _sampling_mesh(rollout, config.mesh.sampling_tensor, mesh)
-    recorded = record_shapes(model.config.kinds, sampling.support, train.routing == "replay")
+    recorded = record_shapes(model.config.kinds, sampling.support, replays(train.routing, model))
     geometry = _geometry(rollout, train, mesh, config.data.forks, model.config.kinds)
     named = config.named_chain if advantage is None else advantage
     recipe = methods.make_recipe(named, rewards, rollout.refill is not None)

@@ -18,6 +18,7 @@ from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.advantages.streams import sums_scored
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.contenders import make_atlases
+from jaxgrpo.config.evaluating import READ_BY_RUNS
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import EvalKeys, RewardKeys, RolloutKeys
 from jaxgrpo.config.world import COLUMNS, KEYS, Factories
@@ -37,7 +38,12 @@ from jaxgrpo.rollout.trees import Trees
 from jaxgrpo.training import inputs, memory, parameters, rewarding, teachers
 from jaxgrpo.training.collecting.collector import Collected, Collector
 from jaxgrpo.training.collecting.experience import with_experience
-from jaxgrpo.training.collecting.growing import brought_fields, make_trees, make_writer
+from jaxgrpo.training.collecting.growing import (
+    brought_fields,
+    make_trees,
+    make_writer,
+    refuse_unread,
+)
 from jaxgrpo.training.collecting.replay import SavedRollouts
 from jaxgrpo.training.collecting.source import first_stream, make_rollout_source
 from jaxgrpo.training.inputs import Inputs
@@ -177,6 +183,8 @@ def setup(
     Raises: InputError where parts do not fit one another.
     """
     configs.refuse_other_objects(rewards, advantage, tools)
+    if config.eval.data is None:
+        refuse_unread(config.eval, "eval.data", '"task:arithmetic:test"', READ_BY_RUNS)
     run_inputs = share(
         "inputs", lambda: inputs.read_inputs(config, dataset, rollouts, mesh, tools, environment)
     )

@@ -58,6 +58,19 @@ def make_balance(coefficient: float, rate: float, model: Model) -> Balance:
     return balance
 
 
+def replays(setting: str, model: Model) -> bool:
+    """Whether updates take the experts again that drew a token, by `train.routing`.
+
+    Raises: InputError where it is "fresh" and no layer of the model has experts.
+    """
+    if setting == "fresh" and not routing.has_experts(model.config.kinds):
+        raise InputError(
+            f'train.routing = "fresh": nothing reads it, since {model.config.family} has no '
+            "experts; leave it out"
+        )
+    return setting == "replay"
+
+
 def counted(batch: TrainBatch) -> Array:
     """Whether each token, of a batch or a micro-batch, counts in its load: it is trained, and the
     experts that drew it are recorded. As its mask."""

@@ -75,6 +75,18 @@ from jaxgrpo.core.errors import ConfigError, InputError, find
         ("eval.confidence_kept=0", "eval.confidence_kept = 0.0: expected above 0"),
         ("eval.confidence_window=0", "eval.confidence_window = 0: expected 1 or more"),
         ("eval.kl_to_base=true", "eval.kl_to_base = true: there is nothing to evaluate on"),
+        (
+            "eval.confidence_kept=0.5",
+            "kept = 0.5: nothing reads it without eval.confidence; set",
+        ),
+        (
+            "eval.confidence_window=9",
+            "window = 9: nothing reads it without eval.confidence; set",
+        ),
+        (
+            "atlas.every=5",
+            'atlas.every = 5: nothing reads it without atlas.methods; set that, as ["',
+        ),
         ("eval.confidence=true", "eval.confidence = true: there is nothing to evaluate on"),
     ],
 )

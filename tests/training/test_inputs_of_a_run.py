@@ -6,13 +6,14 @@ import dataclasses
 import datetime
 import decimal
 import json
+import re
 import shutil
 
 import jax
 import numpy as np
 import pytest
 import small_run
-from minimal_config import MINIMAL
+from minimal_config import MINIMAL, read
 
 import jaxgrpo
 from jaxgrpo.config import files
@@ -21,7 +22,7 @@ from jaxgrpo.core.types import Waiting
 from jaxgrpo.planning import preview
 from jaxgrpo.rollout.refill import no_groups
 from jaxgrpo.training import fingerprints, loop, opening
-from jaxgrpo.training.setup import Shared
+from jaxgrpo.training.setup import Shared, setup
 from jaxgrpo.update.packing import Geometry
 
 CODE = """import helper
@@ -305,3 +306,11 @@ def test_processes_compare_what_their_programs_are_made_by(monkeypatch, tmp_path
         changed = fingerprints.program_facts()
     differing = {name for name in facts if facts[name] != changed[name]}
     assert differing == {"jaxgrpo", "jax_default_matmul_precision"}
+
+
+@pytest.mark.parametrize("option", ["samples=3", "prompts=5", "scorer=length", "formats={a='x'}"])
+def test_a_run_without_evaluation_refuses_what_only_evaluations_read(option):
+    config = read(f"eval.{option}")  # `eval` and `probe` may have rows from Python
+    key = re.escape(f"eval.{option.partition('=')[0]}")
+    with pytest.raises(InputError, match=rf"^{key} = .*: nothing reads it without eval\.data; set"):
+        setup(config)

@@ -33,7 +33,7 @@ from jaxgrpo.models.api import (
 )
 from jaxgrpo.models.attention import causal
 from jaxgrpo.rollout.engine import record_shapes
-from jaxgrpo.update.balance import Balance, make_balance
+from jaxgrpo.update.balance import Balance, make_balance, replays
 from jaxgrpo.update.forward import param_layout
 from jaxgrpo.update.step import build_steps
 
@@ -311,3 +311,11 @@ def test_what_cannot_be_balanced_is_refused():
     for message, (config, (coefficient, rate)) in cases.items():
         with pytest.raises(InputError, match=message):
             make_balance(coefficient, rate, decoder.build(config))
+
+
+def test_routing_of_a_model_without_experts_is_refused():
+    dense, mixture = map(decoder.build, (tiny.UNIFORM, UNIFORM))
+    with pytest.raises(InputError, match=r'routing = "fresh": nothing reads it, since qwen3 has n'):
+        replays("fresh", dense)
+    assert (replays("fresh", mixture), replays("replay", mixture)) == (False, True)
+    assert replays("replay", dense)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxgrpo.advantages import AdvantageTransform
-from jaxgrpo.config.keys import ExperienceKeys, RolloutKeys, TreeKeys
+from jaxgrpo.config.keys import EvalKeys, ExperienceKeys, RolloutKeys, TreeKeys
 from jaxgrpo.core import records
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import REPLAYED, Params, Prompts, only_tokens
@@ -68,11 +68,20 @@ def refuse_excluded(
             raise InputError(f"{name}: with rollout.{key} {reason}; {remedy}")
 
 
-def refuse_unread(keys: TreeKeys | ExperienceKeys, switch: str, example: str) -> None:
-    """Raises: InputError for a key of a table that acts on nothing without another, `switch`."""
+def refuse_unread(
+    keys: TreeKeys | ExperienceKeys | EvalKeys,
+    switch: str,
+    example: str,
+    names: Collection[str] | None = None,
+) -> None:
+    """Raises: InputError for a key of a table that acts on nothing without another, `switch`.
+
+    Args:
+      names: of the keys that it is about; None: all of the table.
+    """
     defaults = vars(type(keys)())
     for name, value in vars(keys).items():
-        if value != defaults[name]:
+        if value != defaults[name] and (names is None or name in names):
             raise InputError(
                 f"{switch.partition('.')[0]}.{name} = {value!r}: nothing reads it without "
                 f"{switch}; set that, as {example}, or leave it out"
