@@ -402,7 +402,8 @@ def test_the_base_of_evaluations_lies_beside_every_program(changes, mesh, bases)
     changes = changes | {"eval": {"data": "task:arithmetic:test"}, "model": model, "mesh": mesh}
     devices, update = topologies.stand_ins("h100:1x2", 1), Program("update", None, 0.0, (), 0)
     for measures_kl in (False, True):
-        run = planned.run(devices=devices, **changes, **{"eval.kl_to_base": measures_kl})
+        changed: dict[str, Any] = changes | {"eval.kl_to_base": measures_kl}
+        run = planned.run(devices=devices, **changed)
         base_bytes = memory.parameters(run.blueprint.model, run.blueprint.samples_on)
         beside = plan._beside(run, update) - memory.on_device(run.learner)
         assert beside == (bases * base_bytes if measures_kl else 0)
