@@ -227,7 +227,7 @@ def _fields(
     settings = config.lora
     hf_modules, parameters = targets.to_peft(config.adapted, config.kinds, family)
     target_modules: Any = targets.shortened(hf_modules, family)
-    full = wrapped.WRAPPERS.get(json.loads(config.source or "{}").get("model_type"))
+    full = wrapped.find_wrapper(json.loads(config.source or "{}"))
     if config.text_only and hf_modules:  # other parts have modules of the same names
         target_modules = IN_TEXT + "({})".format("|".join(map(re.escape, sorted(hf_modules))))
     alpha = float(settings.alpha)

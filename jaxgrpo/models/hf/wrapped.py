@@ -63,6 +63,12 @@ def full_architecture(model_type: str) -> str | None:
     return None if wrapper is None else wrapper.architecture
 
 
+def find_wrapper(config_json: Mapping[str, Any]) -> Wrapper | None:
+    """The class that a config.json names; None: it is none of WRAPPERS, or no text."""
+    name = config_json.get("model_type")
+    return WRAPPERS.get(name) if isinstance(name, str) else None
+
+
 def is_wrapped(config_json: Mapping[str, Any]) -> bool:
     return isinstance(config_json.get(TEXT), dict)
 
@@ -74,7 +80,7 @@ def text_fields(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not is_wrapped(config_json):
         return dict(config_json)
-    wrapper = WRAPPERS.get(config_json.get("model_type", ""))
+    wrapper = find_wrapper(config_json)
     text = {**(wrapper.text if wrapper else {}), **config_json[TEXT]}
     if wrapper and text.get("model_type") in (None, config_json["model_type"]):
         text["model_type"] = wrapper.model_type
@@ -101,7 +107,7 @@ def resolve_tied(config_json: Mapping[str, Any], has_head: Callable[[], bool]) -
 
 def problems(config_json: Mapping[str, Any], ignored: Collection[str]) -> list[str]:
     """What is wrong with the fields beside `text_config`."""
-    wrapper = WRAPPERS.get(config_json.get("model_type", ""))
+    wrapper = find_wrapper(config_json)
     if wrapper is None:
         model_types = ", ".join(WRAPPERS)
         name = config_json.get("model_type")

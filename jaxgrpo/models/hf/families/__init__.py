@@ -141,13 +141,13 @@ def model_config(
     """
     text = wrapped.text_fields(config_json)
     family = family or find_family(text.get("model_type"), source)
-    if family.model_type not in (text.get("model_type"), ALIASES.get(text.get("model_type", ""))):
+    if family.model_type not in (text.get("model_type"), ALIASES.get(str(text.get("model_type")))):
         raise InputError(
             f"{source}: model_type = {text.get('model_type')!r}, but the family given is "
             f'"{family.model_type}": take the folder or the family that fits the other'
         )
     is_wrapped = wrapped.is_wrapped(config_json)
-    if is_wrapped and not text_only and config_json.get("model_type") in wrapped.WRAPPERS:
+    if is_wrapped and not text_only and wrapped.find_wrapper(config_json):
         raise InputError(
             f"{source}: model_type = {config_json.get('model_type')!r} has a {family.model_type} "
             "under text_config, and reads more than text: set model.text_only = true to train its "
