@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+from pathlib import Path
+from typing import Any
 
+import checkpoints
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jaxgrpo
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.models.hf import families
+from jaxgrpo.models.hf import families, wrapped
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -22,4 +30,85 @@ def test_a_model_type_that_is_no_text_is_refused_as_an_unknown_one(odd, text_onl
 
     message = f"model_type = {odd!r}: text models are read from gemma3, mistral3, "
     assert message in refusal(odd, "gemma3_text")
-    assert f"model_type = {odd!r} is not built: Known: arcee, " in refusal("llava", odd)
+    assert f"model_type = {odd!r} is not built: " in refusal("llava", odd)
+
+
+TIED = wrapped.TIED
+SIGHT = {"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 2}
+SIGHT |= {"patch_size": 14, "out_hidden_size": 32, "num_position_embeddings": 16}
+
+
+def full_logits(folder: Path) -> np.ndarray:
+    """Those of transformers at real tokens."""
+    from transformers import AutoModelForImageTextToText
+
+    options = {"attn_implementation": "eager", "output_loading_info": True}
+    model, loaded = AutoModelForImageTextToText.from_pretrained(folder, **options)
+    assert not loaded["missing_keys"]
+    tokens, mask = checkpoints.batch()
+    return checkpoints.transformers_logits(model.eval(), tokens, mask)[mask.astype(bool)]
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_a_head_counts_where_the_text_of_qwen3_5_alone_is_tied(has_head, tmp_path):
+    """transformers takes the field of the class, which is false where config.json has none, and
+    would draw a head that the files lack: an export says that the head is the embedding."""
+    from transformers import CONFIG_MAPPING
+
+    sizes = {name: size for name, size in checkpoints.SIZES.items() if name != "pad_token_id"}
+    make_config: Any = CONFIG_MAPPING["qwen3_5"]
+    text = {**sizes, **checkpoints.RICH["qwen3_5_text"], TIED: True}
+    tokens = {"image_token_id": 60, "video_token_id": 59, "vision_start_token_id": 58}
+    config = make_config(text_config=text, vision_config=SIGHT, vision_end_token_id=57, **tokens)
+    checkpoints.saved(config, base := tmp_path / "base")
+    fields = json.loads((base / "config.json").read_text())
+    fields.pop(TIED)
+    assert fields["text_config"][TIED] is True
+    (base / "config.json").write_text(json.dumps(fields))
+    stored = load_file(base / "model.safetensors")
+    embedding = stored["model.language_model.embed_tokens.weight"]
+    del stored["lm_head.weight"]
+    with_head = stored | {"lm_head.weight": embedding.copy()}
+    metadata = {"format": "pt"}
+    save_file(with_head, base / "model.safetensors", metadata=metadata)
+    expected = full_logits(base)
+    save_file(with_head if has_head else stored, base / "model.safetensors", metadata=metadata)
+    model, params = jaxgrpo.load_model(base, text_only=True)
+    assert model.config.tie_embeddings is not has_head
+    jaxgrpo.save_model(model, params, tmp_path / "ours", base=base)
+    assert json.loads((tmp_path / "ours/config.json").read_text())[TIED] is not has_head
+    assert load_file(tmp_path / "ours/model.safetensors").keys() == (
+        with_head.keys() if has_head else stored.keys()
+    )
+    np.testing.assert_allclose(full_logits(tmp_path / "ours"), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "text", "full", "head", "is_tied"),
+    [
+        ("gemma3", None, None, False, True),
+        ("gemma3", None, None, True, True),
+        ("gemma3", False, None, True, False),
+        ("gemma3", True, False, False, False),
+        ("mistral3", None, None, True, False),
+        ("mistral3", None, None, False, True),
+        ("mistral3", None, True, True, False),
+        ("mistral3", True, None, True, True),
+        ("qwen3_5", None, None, False, False),
+        ("qwen3_5", True, None, True, False),
+        ("qwen3_5", True, None, False, True),
+        ("qwen3_5", False, True, False, True),
+    ],
+)
+def test_whether_a_head_is_tied_is_said_beside_the_text(model_type, text, full, head, is_tied):
+    """By the class where the field is left out; where the two differ, by the files."""
+    content = {**SIZES, "model_type": wrapped.WRAPPERS[model_type].model_type}
+    fields = {
+        "model_type": model_type,
+        "text_config": content | ({} if text is None else {TIED: text}),
+    }
+    fields |= {} if full is None else {TIED: full}
+    resolved = wrapped.resolve_tied(fields, lambda: head)
+    config = families.model_config(resolved, "a test", text_only=True)
+    assert config.tie_embeddings is is_tied
+    assert families.config_fields(config, "float32")[TIED] is is_tied

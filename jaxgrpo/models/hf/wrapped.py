@@ -31,17 +31,18 @@ class Wrapper(NamedTuple):
 
     architecture: str
     model_type: str  # of its text, where text_config names none or the class's
+    tied: bool  # whether the head is, where config.json does not say so beside text_config
     text: Mapping[str, Any] = MappingProxyType({})
     """What transformers assumes of fields that text_config may leave out"""
 
 
-_GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4}
+_GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, TIED: True}
 
 WRAPPERS: Mapping[str, Wrapper] = {
-    "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text", _GEMMA3),
-    "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral"),
-    "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
-    "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
+    "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text", True, _GEMMA3),
+    "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral", True),
+    "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text", False),
+    "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", False),
 }
 """model_type of config.json -> the class."""
 
@@ -76,7 +77,8 @@ def is_wrapped(config_json: Mapping[str, Any]) -> bool:
 def text_fields(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the text model, of a config.json that may wrap it.
 
-    Fields of the whole model are beside `text_config`, and count before those in it.
+    Fields of the whole model are beside `text_config`, and count before those in it: whether the
+    head is tied also where it is left out there, by what transformers assumes of the class.
     """
     if not is_wrapped(config_json):
         return dict(config_json)
@@ -85,22 +87,32 @@ def text_fields(config_json: Mapping[str, Any]) -> dict[str, Any]:
     if wrapper and text.get("model_type") in (None, config_json["model_type"]):
         text["model_type"] = wrapper.model_type
     text.pop("architectures", None)
+    text |= {TIED: wrapper.tied} if wrapper else {}
     common = ("dtype", "torch_dtype", TIED)
     return text | {name: config_json[name] for name in common if config_json.get(name) is not None}
 
 
 def resolve_tied(config_json: Mapping[str, Any], has_head: Callable[[], bool]) -> dict[str, Any]:
-    """The fields of a config.json that says beside `text_config` that the head is tied, and in it
-    that it is not: a head in the files counts, as in transformers. Others are as they are.
+    """The fields of a config.json in which it is in doubt whether the head is tied: a head in the
+    files counts, as in transformers. Others are as they are.
 
-    transformers 5 assumes the first of Mistral 3's class, and writes both into folders of Mistral
-    Small 3 and Ministral 3.
+    In doubt it is where `text_config` says something else than the field beside it, or than the
+    class where that field is left out, unless the field says that it is not tied. transformers 5
+    assumes that Mistral 3's class is tied and its text is not, and writes both into folders of
+    Mistral Small 3 and Ministral 3. It assumes that Qwen3.5's class is not tied, and would draw
+    the head that a tied text's files lack: here it is tied, and an export says so.
 
     Args:
       has_head: whether the files have one.
     """
     fields = dict(config_json)
-    if is_wrapped(fields) and fields.get(TIED) is True and fields[TEXT].get(TIED) is False:
+    wrapper = find_wrapper(fields)
+    if wrapper is None or not is_wrapped(fields) or fields.get(TIED) is False:
+        return fields
+    full, text = fields.get(TIED), fields[TEXT].get(TIED)
+    full = wrapper.tied if full is None else full
+    text = wrapper.text.get(TIED, False) if text is None else text
+    if isinstance(full, bool) and isinstance(text, bool) and full is not text:
         fields[TIED] = not has_head()
     return fields
 

@@ -200,6 +200,8 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
     if wrapped.is_wrapped(config_json):
         text = config_json[wrapped.TEXT]
         text |= {name: dtype for name in ("dtype", "torch_dtype") if text.get(name) is not None}
+        if config_json.get(wrapped.TIED) is None:  # transformers does not look into text_config
+            config_json[wrapped.TIED] = config.tie_embeddings
     text["model_type"] = family.model_type  # and of no alias
     text |= rope.older_fields(text)
     older_names = [pair for pair in family.older_names.items() if text.get(pair[1]) is None]
