@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import checkpoints
@@ -13,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxgrpo
 from jaxgrpo.core.errors import InputError
-from jaxgrpo.models.hf import families, wrapped
+from jaxgrpo.models.hf import families, folders, texts, wrapped
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -112,3 +113,30 @@ def test_whether_a_head_is_tied_is_said_beside_the_text(model_type, text, full, 
     config = families.model_config(resolved, "a test", text_only=True)
     assert config.tie_embeddings is is_tied
     assert families.config_fields(config, "float32")[TIED] is is_tied
+
+
+@pytest.mark.parametrize(
+    ("full", "text", "ends"),
+    [
+        ({"eos_token_id": None}, {"eos_token_id": [2, 5]}, (3, 2, 5)),
+        ({}, {"eos_token_id": [2, 5]}, (3, 2, 5)),
+        ({"eos_token_id": 7}, {"eos_token_id": [2, 5]}, (3, 7)),
+        ({"eos_token_id": None}, {}, (3,)),  # that of the tokenizer, whatever the class assumes
+    ],
+)
+def test_end_tokens_of_the_text_count_where_there_are_none_beside_it(full, text, ends, tmp_path):
+    """As with transformers, which takes no null for a token."""
+    from transformers import AutoConfig, GenerationConfig
+
+    base, out = tmp_path / "base", tmp_path / "out"
+    fields = {"model_type": "mistral3", "vision_config": {"model_type": "pixtral"}, **full}
+    fields["text_config"] = {**SIZES, "model_type": "mistral", **text}
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(fields))
+    assert folders.read_end_tokens(base, SimpleNamespace(eos_token_id=3), 61) == ends
+    theirs = GenerationConfig.from_model_config(AutoConfig.from_pretrained(base)).eos_token_id
+    if len(ends) > 1:
+        assert theirs == (list(ends[1:]) if len(ends) > 2 else ends[1])
+        out.mkdir()
+        texts.write(out, fields, {"eos_token_id": theirs}, base=base)
+        assert not (out / "generation_config.json").exists()

@@ -167,6 +167,8 @@ def read_end_tokens(
 
     Chat models have several (Qwen3: <|im_end|> and <|endoftext|>), of which a tokenizer knows one.
     As transformers' generate, a folder without generation_config.json ends at those of config.json.
+    Where that has none either, the tokenizer's counts, and not what transformers assumes of the
+    class, which may be another vocabulary's.
 
     Raises: InputError on a token that the model does not have.
     """
@@ -174,8 +176,7 @@ def read_end_tokens(
     source = folder / "generation_config.json"
     if not source.is_file():
         source = folder / "config.json"
-    fields = weights.read_json(source)
-    stored = fields.get("eos_token_id", wrapped.text_fields(fields).get("eos_token_id"))
+    stored = wrapped.generation_fields(weights.read_json(source)).get("eos_token_id")
     end_tokens = [(source, token) for token in (stored if isinstance(stored, list) else [stored])]
     end_tokens.insert(
         0, (folder / "tokenizer_config.json", getattr(tokenizer, "eos_token_id", None))

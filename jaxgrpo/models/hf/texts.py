@@ -204,7 +204,7 @@ def _write_first(
 
 def _change_generation(file: Path, config: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
     # Without the file transformers generates as config.json says.
-    fields = {**wrapped.text_fields(config), **config}
+    fields = wrapped.generation_fields(config)
     implied = {
         name: fields[name] for name in (*SPECIAL_TOKENS, *GENERATION_FIELDS) if name in fields
     }

@@ -92,6 +92,13 @@ def text_fields(config_json: Mapping[str, Any]) -> dict[str, Any]:
     return text | {name: config_json[name] for name in common if config_json.get(name) is not None}
 
 
+def generation_fields(config_json: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that count without a generation_config.json: those beside `text_config`, and in
+    it those that are absent or null beside it, as in transformers."""
+    full = {name: value for name, value in config_json.items() if value is not None}
+    return text_fields(config_json) | full
+
+
 def resolve_tied(config_json: Mapping[str, Any], has_head: Callable[[], bool]) -> dict[str, Any]:
     """The fields of a config.json in which it is in doubt whether the head is tied: a head in the
     files counts, as in transformers. Others are as they are.
