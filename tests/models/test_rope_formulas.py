@@ -130,6 +130,13 @@ WRONG = {
     "an unknown key": ({**YARN, "beta_quick": 3}, "beta_quick"),
     "an unknown type": ({"rope_type": "proportional"}, "proportional"),
     "a share": ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "a share above 1": ({"partial_rotary_factor": 1e308}, "partial_rotary_factor = 1e+308: exp"),
+    "a theta that is too small": ({"rope_theta": 1e-308}, "with rope_theta = 1e-308"),
+    "a factor of waves that is too small": ({**LLAMA3, "factor": 1e-320}, "it gives angles"),
+    "a factor that is too small": ({"type": "linear", "factor": 1e-320}, "it gives angles"),
+    "a scale that is too large": ({**YARN, "attention_factor": 1e40}, "float32 cannot hold"),
+    "a scale that is too small": ({**YARN, "mscale": 1, "mscale_all_dim": 1e308}, "float32"),
+    "a beta that is too large": ({**YARN, "beta_fast": 1e308}, "it gives angles"),
     "a null type": ({"rope_type": None, "type": "linear", "factor": 2.0}, "rope_type"),
 }
 
@@ -140,3 +147,21 @@ def test_what_gives_no_rope_is_refused_by_name(case):
     fields = Fields({"rope_parameters": rope_fields})
     rope.read_turn(fields, head_dim=16, max_positions=512)
     assert any("rope_parameters" in problem and name in problem for problem in fields.problems)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "alpha", "words"),
+    [(2, 9.0, "alpha is for heads in which more"), (16, 1e308, "with rope_theta = 10000 and 512")],
+)
+def test_an_alpha_that_gives_no_theta_is_refused(head_dim, alpha, words):
+    fields = Fields({"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": alpha}})
+    rope.read_turn(fields, head_dim, max_positions=512, types=rope.WITH_ALPHA)
+    assert [words in problem for problem in fields.problems] == [True]
+
+
+def test_only_names_of_layers_make_tables_of_their_types():
+    """An object that is a parameter, as some programs write sections, makes none."""
+    flat = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": {"t": 1}}
+    assert rope.tables({"rope_parameters": flat}) == {"": flat}
+    by_type = {rope.FULL: {"rope_theta": 1e4}, rope.SLIDING: None}
+    assert rope.tables({"rope_parameters": by_type}) == {rope.FULL: {"rope_theta": 1e4}}

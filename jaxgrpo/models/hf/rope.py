@@ -38,6 +38,7 @@ class _Sizes(NamedTuple):
 
 OFF_AT_0 = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 """Parameters of yarn that are as good as absent where they are 0 (Devstral 2)."""
+SHARE = "partial_rotary_factor"
 BETA, MAX_POSITIONS = "llama_4_scaling_beta", "max_position_embeddings"
 
 _Make = Callable[[Rope, int, Mapping[str, Any], _Sizes], Turn]
@@ -69,13 +70,13 @@ def read_turn(
       nullable: whether nothing turns where theta is null.
     """
     flat = fields.take("rope_theta", "positive", theta)
-    share = fields.nullable("partial_rotary_factor", "positive", share) or 1.0
+    share = fields.nullable(SHARE, "positive", share) or 1.0
     original = fields.take("original_max_position_embeddings", "size", original)
     name, parameters = _read_parameters(fields)
     if nullable and parameters.get("rope_theta", fields.content.get("rope_theta", theta)) is None:
         return Turn(None)
     parameters = {key: value for key, value in parameters.items() if key not in ignored}
-    parameters = {"rope_theta": flat, "partial_rotary_factor": share, **parameters}
+    parameters = {"rope_theta": flat, SHARE: share, **parameters}
     if original is not None:
         parameters["original_max_position_embeddings"] = original
     sizes = _Sizes(head_dim, max_positions)
@@ -125,9 +126,12 @@ def read_turns_by_type(
 
 
 def tables(config_json: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a config.json's rope by the type of layer; "": one for all layers."""
+    """The parameters of a config.json's rope by the type of layer; "": one for all layers.
+
+    Only the names of types make several: an object under another name is a parameter.
+    """
     parameters = config_json.get("rope_scaling") or config_json.get("rope_parameters") or {}
-    if any(isinstance(value, dict) for value in parameters.values()):
+    if parameters.keys() & {FULL, SLIDING}:
         return {name: value for name, value in parameters.items() if value}
     return {"": parameters}
 
@@ -142,8 +146,8 @@ def older_fields(config_json: Mapping[str, Any]) -> dict[str, Any]:
     table = parameters.get(FULL, parameters) or {}
     scaling = {name: value for name, value in table.items() if name not in ("type", "rope_type")}
     older = {name: scaling.pop(name) for name in ("rope_theta",) if name in scaling}
-    if (share := scaling.pop("partial_rotary_factor", None)) is not None:
-        older["partial_rotary_factor"] = share  # also 1: of some classes 4 assumes less
+    if (share := scaling.pop(SHARE, None)) is not None:
+        older[SHARE] = share  # also 1: of some classes 4 assumes less
     kind = table.get("rope_type", table.get("type", "default"))
     if kind == "longrope":  # as Phi3Config has it, which takes no other names
         original = scaling.pop("original_max_position_embeddings", None)
@@ -173,13 +177,13 @@ def _odd_values(
       keys: those of the type, and whether it needs them.
       values: the parameters as they are read.
     """
-    known_keys = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *keys}
+    known_keys = {"rope_type", "type", "rope_theta", SHARE, *keys}
     # Any type may have the first; transformers computes with attention_factor, never the second.
     ignored = {"original_max_position_embeddings", "attn_factor"}
     unknown = sorted(set(parameters) - known_keys - ignored)
     problems = [f"{key} is not built for the rope type {kind!r}" for key in unknown]
     problems += [
-        f"{key} = {value!r}"
+        f"{key} = {value!r}" + (": expected a number above 0, at most 1" if key == SHARE else "")
         for key, value in values.items()
         if key in known_keys and not _fits(key, value)
     ]
@@ -203,15 +207,15 @@ def _turn(
         return Turn(Rope())
     make_turn, keys = types[kind]
     is_off = lambda k, v: v is None or (k in OFF_AT_0 and v == 0)  # noqa: E731
-    values = {"partial_rotary_factor": 1.0}
+    values = {SHARE: 1.0}
     values |= {k: v for k, v in parameters.items() if not is_off(k, v)}
     if "truncate" in parameters and parameters["truncate"] is None:
         values["truncate"] = False  # as transformers has it, though without the key it is true
     odd = _odd_values(kind, keys, parameters, values)
     for problem in odd:
         fields.refuse(name, problem)
-    share = values["partial_rotary_factor"]
-    if _fits("partial_rotary_factor", share) and share != 1 and not partial:
+    share = values[SHARE]
+    if _fits(SHARE, share) and share != 1 and not partial:
         fields.refuse(
             name, "partial_rotary_factor: this family turns whole heads; take another model"
         )
@@ -229,7 +233,25 @@ def _turn(
     undefined = _undefined(kind, turned, values)
     for problem in undefined:
         fields.refuse(name, problem)
-    return Turn(rope) if undefined else make_turn(rope, turned, values, sizes)
+    turn = None if undefined else _finite_turn(make_turn, rope, turned, values, sizes)
+    if turn is None and not undefined:
+        where = f"with rope_theta = {rope.theta:g} and {sizes.max_positions} positions"
+        why = "it gives angles or factors that float32 cannot hold: take usual numbers"
+        fields.refuse(name, f"{where} {why}")
+    return turn or Turn(rope)
+
+
+def _finite_turn(
+    make_turn: _Make, rope: Rope, turned: int, values: Mapping[str, Any], sizes: _Sizes
+) -> Turn | None:
+    """What a formula makes of a rope; None where it gives no numbers of float32."""
+    try:
+        with np.errstate(all="ignore"):
+            turn = make_turn(rope, turned, values, sizes)
+            is_right = turn.rope is not None and _is_finite(turn.rope, turned, sizes)
+    except (ArithmeticError, ValueError):  # of numbers too large or too small for it
+        return None
+    return turn if is_right else None
 
 
 def _undefined(kind: str, turned: int, values: Mapping[str, Any]) -> list[str]:
@@ -237,6 +259,8 @@ def _undefined(kind: str, turned: int, values: Mapping[str, Any]) -> list[str]:
     problems = []
     if kind == "yarn" and values["rope_theta"] == 1:
         problems.append("rope_theta = 1: all pairs turn alike, which yarn cannot tell apart")
+    if "alpha" in values and turned == 2:
+        problems.append("alpha is for heads in which more than one pair turns")
     if kind == "longrope":
         for key in ("short_factor", "long_factor"):
             if len(values[key]) != turned // 2:
@@ -249,6 +273,18 @@ def _undefined(kind: str, turned: int, values: Mapping[str, Any]) -> list[str]:
     return problems
 
 
+def _is_finite(rope: Rope, turned: int, sizes: _Sizes) -> bool:
+    """Whether float32 holds every angle and factor of a rope."""
+    # Without a stretch the first pair and the last turn most and least.
+    pairs = np.arange(0, turned, 2) if rope.stretch else np.array([0, turned - 2])
+    beta, original = rope.growth or (0.0, 1.0)
+    frequency = np.float64(rope.theta) ** (-pairs / turned) * (rope.stretch or 1.0)
+    angles = (frequency * sizes.max_positions).astype(np.float32)
+    factors = np.array([rope.scale, original, 1 + beta], np.float32)
+    is_right = np.isfinite(angles).all() and np.isfinite(factors).all() and factors.all()
+    return bool(is_right and math.isfinite(rope.theta))
+
+
 def _fits(key: str, value: Any) -> bool:
     if key in ("rope_type", "type"):
         return isinstance(value, str)
@@ -256,7 +292,9 @@ def _fits(key: str, value: Any) -> bool:
         return isinstance(value, bool)
     if key in ("short_factor", "long_factor"):
         return isinstance(value, list) and all(_fits("factor", factor) for factor in value)
-    is_number = type(value) in (int, float) and abs(value) <= sys.float_info.max
+    is_number = type(value) in (int, float) and abs(value) <= (
+        1 if key == SHARE else sys.float_info.max
+    )
     return is_number and (value > 0 or (key == BETA and value == 0))
 
 
