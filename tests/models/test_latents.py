@@ -110,6 +110,11 @@ def test_deepseek_v3_has_671_billion_weights_of_which_a_token_passes_37():
         # By which transformers turns halves too.
         ({"rope_interleave": None}, "rope_interleave = None: only True built"),
         ({"topk_method": "greedy"}, "topk_method = 'greedy': only 'noaux_tc' built"),
+        (
+            {"rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "mscale_all_dim": 1e308, "mscale": 0}},
+            "rope_scaling = .*: float32 cannot hold the factor of scores that mscale_all_dim gives",
+        ),
+        ({"n_routed_experts": 10**6}, "n_routed_experts = 1000000: expected .* from 1 to 4,096"),
         ({"num_key_value_heads": 8}, "num_key_value_heads = 8: expected num_attention_heads = 128"),
         ({"head_dim": 128}, "head_dim = 128: expected qk_rope_head_dim = 64"),
         ({"quantization_config": {"quant_method": "gptq"}}, "only fp8 in blocks of 128 x 128"),

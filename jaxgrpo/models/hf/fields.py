@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 MAX_LAYERS = 1000  # each is traced and named: many more would take minutes before any message
+MAX_EXPERTS = 4096  # of a layer: naming the tensors of each takes seconds for so many
 
 REQUIRED: Any = object()  # the default of a field that must be there
 
@@ -70,6 +71,10 @@ KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "layers": (
         lambda value: _is_size(value) and value <= MAX_LAYERS,
         f"a whole number from 1 to {MAX_LAYERS:,}",
+    ),
+    "experts": (
+        lambda value: _is_size(value) and value <= MAX_EXPERTS,
+        f"a whole number from 1 to {MAX_EXPERTS:,}",
     ),
     "count": (lambda value: value == 0 or _is_size(value), "a whole number, 0 or more"),
     "token": (lambda value: type(value) is int, "a token id, a whole number"),

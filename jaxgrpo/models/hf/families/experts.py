@@ -48,7 +48,7 @@ def read_experts(
     fields.take("output_router_logits", "flag", False)
     fields.take("router_aux_loss_coef", "number", 0.001)
     top_k = fields.take("num_experts_per_tok", "size", top_k)
-    total = fields.take(number, "size", count)
+    total = fields.take(number, "experts", count)
     if top_k > total:
         fields.refuse("num_experts_per_tok", f"expected at most {total}, the experts of {number}")
     stored = fields.nullable("norm_topk_prob", "flag", bool(normalised))  # null: they do not

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from jaxgrpo.models.api import AttentionKind, DenseKind, ExpertsKind, Latent, LayerKind
 from jaxgrpo.models.hf import fp8, rope
 from jaxgrpo.models.hf.families.base import (
@@ -58,13 +60,18 @@ def _by_latents(
     fields.check_quantised(fp8.SETTINGS, f"fp8 in blocks of {fp8.BLOCK} x {fp8.BLOCK}")
     layer = LayerKind(AttentionKind(rope=turn.rope, latent=latent))
     table = {} if fields.problems else rope.tables(fields.content).get("", {})
+    temperature = _temperature(table)
+    if temperature > np.finfo(np.float32).max:
+        name = "rope_scaling" if fields.content.get("rope_scaling") else "rope_parameters"
+        why = "float32 cannot hold the factor of scores that mscale_all_dim gives: take a usual one"
+        fields.refuse(name, why)
     return {
         **config,
         **attention_bias(fields),
         "pattern": (layer,),
         "position_limit": turn.limit,
         "head_dim": head_dim,
-        "query_scale": head_dim**-0.5 * _temperature(table),
+        "query_scale": head_dim**-0.5 * temperature,
     }
 
 
@@ -74,7 +81,8 @@ def _temperature(parameters: dict[str, Any]) -> float:
     kind = parameters.get("rope_type", parameters.get("type"))
     if kind != "yarn" or not mscale or factor <= 1:
         return 1.0
-    return (0.1 * mscale * math.log(factor) + 1) ** 2
+    root = 0.1 * mscale * math.log(factor) + 1
+    return root * root
 
 
 def _expect(fields: Fields, name: str, kind: str, *values: Any) -> Any:
