@@ -268,6 +268,25 @@ def test_adapters_of_routers_and_of_a_part_are_refused(changes, message, tmp_pat
         adapters.read_config(tmp_path, CONFIG)
 
 
+@pytest.mark.parametrize("excluded", [["experts", "o_proj", "q_proj"], r".*(experts.*|[oq]_proj)"])
+def test_parameters_are_adapted_whatever_modules_are_excluded(excluded, tmp_path):
+    """As by PEFT, which excludes modules only."""
+    pytest.importorskip("peft")
+    theirs = checkpoints.redrawn(checkpoints.config_fields("qwen3_moe"), tmp_path / "base")
+    checkpoints.peft_model(
+        theirs,
+        tmp_path / "theirs",
+        target_modules=["q_proj", "v_proj"],
+        target_parameters=["experts.down_proj", "o_proj.weight"],
+        exclude_modules=excluded,
+    )
+    # Refused where the adapters in the file are others.
+    model, _ = jaxgrpo.load_model(tmp_path / "base", adapter=tmp_path / "theirs")
+    assert model.config.lora is not None
+    names = {"attention/value", "attention/out", "experts/down"}
+    assert set(model.config.lora.targets.split("|")) == names
+
+
 def test_a_part_of_gate_and_up_has_no_adapter():
     with pytest.raises(InputError, match=r"a part of mlp.experts.gate_up_proj only: adapt all"):
         adapters.targets_from_peft(["up_proj"], CONFIG)

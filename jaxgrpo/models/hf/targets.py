@@ -53,9 +53,11 @@ def adapted(
 
         def is_matched(i: int, name: str, hf_module: str = hf_module) -> bool:
             spelled = _spelled(base.text_only, f"model.layers.{i}.{hf_module}")
-            return any(
-                _names(full, name, family, modules, parameters, by_expert) for full in spelled
-            ) and not any(_matches(excluded, full) for full in spelled)
+            if any(_is_parameter(full, name, parameters) for full in spelled):
+                return True  # PEFT excludes modules, and no target_parameters
+            return any(_names(full, name, family, modules, by_expert) for full in spelled) and (
+                not any(_matches(excluded, full) for full in spelled)
+            )
 
         by_map = {name: [i for i in layers if is_matched(i, name)] for name in maps}
         some = [name for name in maps if by_map[name]]
@@ -99,17 +101,15 @@ def hf_modules(family: Family) -> dict[str, list[str]]:
     return by_module
 
 
+def _is_parameter(full: str, name: str, parameters: Sequence[str]) -> bool:
+    """Whether target_parameters have a map, which is all or a part of `full` of a layer."""
+    return _ends_so([*parameters], full if name in EXPERT_MAPS else f"{full}.weight")
+
+
 def _names(
-    full: str,
-    name: str,
-    family: Family,
-    target_modules: str | list[str],
-    parameters: Sequence[str],
-    by_expert: bool | None,
+    full: str, name: str, family: Family, target_modules: str | list[str], by_expert: bool | None
 ) -> bool:
-    """Whether the targets have a map, which is all or a part of the module `full` of a layer."""
-    if _ends_so([*parameters], full if name in EXPERT_MAPS else f"{full}.weight"):
-        return True
+    """Whether target_modules have a map, which is all or a part of the module `full` of a layer."""
     if name not in EXPERT_MAPS:
         return _matches(target_modules, full)
     module = family.experts[name].format(0)
