@@ -276,7 +276,7 @@ LINES = {
     "losses": 1386,  # with 290 of surrogates that see an update as a whole, or have other bounds
     "core": 727,  # with what launches and short collectives take
     "data": 2702,  # with four tasks of experiments, four of several turns, and reasoning-gym's
-    "models": 8588,  # with kernels for GPUs, 8 bits, 2,570 of kinds, experts, latents and families
+    "models": 8636,  # with kernels for GPUs, 8 bits, 2,600 of kinds, experts, latents and families
     "rewards": 2604,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2637,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
     "rollout": 4730,  # with turns, samples that wait beside their slots, recorded experts

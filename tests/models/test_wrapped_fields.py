@@ -44,7 +44,8 @@ def full_logits(folder: Path) -> np.ndarray:
     from transformers import AutoModelForImageTextToText
 
     options = {"attn_implementation": "eager", "output_loading_info": True}
-    model, loaded = AutoModelForImageTextToText.from_pretrained(folder, **options)
+    pair: Any = AutoModelForImageTextToText.from_pretrained(folder, **options)
+    model, loaded = pair
     assert not loaded["missing_keys"]
     tokens, mask = checkpoints.batch()
     return checkpoints.transformers_logits(model.eval(), tokens, mask)[mask.astype(bool)]

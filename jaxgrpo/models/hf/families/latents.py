@@ -61,7 +61,7 @@ def _by_latents(
     layer = LayerKind(AttentionKind(rope=turn.rope, latent=latent))
     table = {} if fields.problems else rope.tables(fields.content).get("", {})
     temperature = _temperature(table)
-    if temperature > np.finfo(np.float32).max:
+    if temperature > float(np.finfo(np.float32).max):
         name = "rope_scaling" if fields.content.get("rope_scaling") else "rope_parameters"
         why = "float32 cannot hold the factor of scores that mscale_all_dim gives: take a usual one"
         fields.refuse(name, why)
