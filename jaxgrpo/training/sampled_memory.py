@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
 from jaxgrpo.models import sharding
-from jaxgrpo.models.api import LAYERS, Model, ModelConfig
+from jaxgrpo.models.api import LAYERS, Model
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots.capacity import capacity
 from jaxgrpo.training import memory
@@ -102,7 +102,7 @@ def refuse_too_large(
     )
 
 
-def released_per_layer(config: ModelConfig, params: Params) -> Params:
+def released_per_layer(params: Params) -> Params:
     """`params_per_layer` of parameters that nothing else reads: array by array, each of which is
     freed then, so that a model that just fits can be read."""
     shared = {name: tree for name, tree in params.items() if name not in LAYERS}
@@ -110,7 +110,7 @@ def released_per_layer(config: ModelConfig, params: Params) -> Params:
         tuple(layers[str(i)] for i in range(len(layers)))
         for layers in (params.get(part, {}) for part in ("lead", "rest"))
     )
-    columns = {}
+    columns: dict[str, list[Any]] = {}
     for name, stacked in params["blocks"].items():
         leaves, structure = jax.tree.flatten(stacked)
         apart = []
@@ -118,8 +118,8 @@ def released_per_layer(config: ModelConfig, params: Params) -> Params:
             apart.append(jax.block_until_ready(_slices(leaf)))
             leaf.delete()
         columns[name] = [structure.unflatten(layer) for layer in zip(*apart, strict=True)]
-    periods, width = range(config.periods), range(len(config.pattern))
-    scanned = tuple(columns[str(k)][period] for period in periods for k in width)
+    places = [columns[str(k)] for k in range(len(columns))]  # of a period
+    scanned = tuple(layer for period in zip(*places, strict=True) for layer in period)
     return {**shared, "layers": lead + scanned + rest}
 
 

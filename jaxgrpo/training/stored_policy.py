@@ -108,7 +108,7 @@ class StoredPolicy(Policy):
         """The weights as the sampler reads them."""
         layout = sampling_layout(self.model, self.mesh)
         params = self.pretrained.read_params(self.seed, self.model, layout=layout)
-        return sampled_memory.released_per_layer(self.model.config, params)
+        return sampled_memory.released_per_layer(params)
 
 
 def config_for(

@@ -86,6 +86,6 @@ def test_layers_apart_are_those_of_the_stack_which_is_freed(config):
     params = tiny.params(config)
     expected = params_per_layer(config, params)
     stacked = jax.tree.leaves(params["blocks"])
-    released = sampled_memory.released_per_layer(config, params)
+    released = sampled_memory.released_per_layer(params)
     assert all(leaf.is_deleted() for leaf in stacked)
     jax.tree.map(np.testing.assert_array_equal, released, expected)
