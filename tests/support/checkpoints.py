@@ -335,18 +335,20 @@ def distance(
     """The largest distance of our logits, at real tokens, from those of transformers in float32.
 
     Some configs, as of attention that is all but one-hot, turn float32 by more than `near`,
-    transformers' own too. There, where ours are less than 5 times `near` from those of transformers
-    in float64, it is 1,000 times that of our float64: a formula that differed would differ there.
+    transformers' own too. There, where ours are less than 5 times as far from those of transformers
+    in float64 as `near`, or as its own float32, it is 1,000 times that of our float64: a formula
+    that differed would differ there.
 
     Args: the folder of the model, and of its adapter.
     """
     real = mask.astype(bool)
-    apart = np.abs(logits - transformers_logits(model, tokens, mask))[real].max()
+    theirs = transformers_logits(model, tokens, mask)[real]
+    apart = np.abs(logits[real] - theirs).max()
     if apart <= near:
         return float(apart)
     exact = exact_transformers_logits(folder, tokens, mask, adapter)[real]
-    apart = np.abs(logits[real] - exact).max()
-    if apart <= 5 * near:
+    apart, rounding = (np.abs(values - exact).max() for values in (logits[real], theirs))
+    if apart <= 5 * max(near, rounding):
         apart = 1000 * np.abs(exact_logits(folder, tokens, mask, adapter)[real] - exact).max()
     return float(apart)
 
