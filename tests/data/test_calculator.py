@@ -68,7 +68,7 @@ def test_shares_are_as_stated():
 
 def test_a_call_is_read_answered_and_continued():
     history = History(chat(), frozenset(chat().tokenizer.convert_tokens_to_ids([END])))
-    check(history, has_tools=True)
+    check(history, has_tools=True, forks=False)
     text = calculator.CALL[0] + "34*57" + calculator.CALL[1]
     (call,) = choose("auto", history)(text).calls
     assert call == Call("calculate", {"expression": "34*57"})

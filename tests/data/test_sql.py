@@ -165,7 +165,7 @@ def test_the_corpus_is_what_the_chat_template_writes():
         for tool in make_kind(sql.Database, {}, (), lambda: hermes, 5.0, "environment").tools
     ]
     chat = Chat(TOKENIZER, TOOL_TEMPLATE, "its template", None, {}, tools=(schema,))
-    check(History(chat, STOPS), has_tools=True)
+    check(History(chat, STOPS), has_tools=True, forks=False)
     for text in sql.corpus()[:200]:
         (question,) = re.findall(r"<user>(.*?)<end>", text.prompt)
         messages = [{"role": "user", "content": question}]
