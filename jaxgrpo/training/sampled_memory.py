@@ -79,8 +79,7 @@ def refuse_too_large(
     prompts = bins * max(1, -(-settings.slots // (group * bins)))
     decoding = capacity(model, settings, mesh, prompts, group, width).total
     phases = {"decoding": decoding, "a second pass": sampled.second_pass}
-    process, limit = memory.process_bytes(mesh, 0), memory.device_bytes(mesh)
-    total = process + sampled.persistent + max(phases.values())
+    limit, total = memory.device_bytes(mesh), sampled.persistent + max(phases.values())
     if total <= limit:
         return
     weights = {"weights": sampled.weights, "their copy": sampled.copy, "the base": sampled.base}
@@ -89,7 +88,7 @@ def refuse_too_large(
     remedies = ["mesh.tensor over more devices"]
     if model.config.dtype == "float32":
         remedies.insert(0, 'model.dtype = "bfloat16"')
-    if process + sampled.persistent <= limit:
+    if sampled.persistent <= limit:
         shorter = "shorter rollout.max_prompt_tokens and rollout.max_completion_tokens"
         fewer = f"fewer rollout.slots, {shorter}" if settings.slots > bins else shorter
         largest = max(phases, key=lambda name: phases[name])

@@ -69,7 +69,6 @@ def test_a_model_is_refused_before_its_weights_are_fetched(monkeypatch, capsys, 
         raise AssertionError("fetched")
 
     monkeypatch.setattr(Pretrained, "with_weights", fetch)
-    monkeypatch.setattr(memory, "process_bytes", lambda *_: 0)
     monkeypatch.setattr(memory, "device_bytes", lambda _mesh: sampled.persistent + 10_000)
     assert cli.main(sample) == 2
     error = capsys.readouterr().err
