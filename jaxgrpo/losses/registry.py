@@ -86,10 +86,11 @@ def by_sample(
 ) -> Surrogate:
     """One surrogate where a field is true, another elsewhere: replayed and fresh samples.
 
-        loss = then's where field != 0, otherwise's where field == 0 or NaN (of unscored samples)
+        loss = then's where field != 0, otherwise's where field == 0
 
     Each sees its own tokens alone, in what an update computes of its whole batch too: `gvpo` the
-    ratios of its own samples. A field that changes within a sequence splits it in two.
+    ratios of its own samples. A field that changes within a sequence splits it in two. One that is
+    NaN, as of an unscored sample, is not true.
 
     Args:
       field: name of the field, one number per token or sample.
