@@ -57,41 +57,44 @@ def count(
     )
 
 
-def refuse_too_large(
-    path: str,
-    model: Model,
-    settings: SamplingSettings,
-    mesh: Mesh,
-    sampled: SampledMemory,
-    group: int,
-    width: int,
-) -> None:
-    """Refuses what fits its devices with no number of slots, or not with the one that is asked for.
+def least_decoding(
+    model: Model, settings: SamplingSettings, mesh: Mesh, prompts: int, group: int, width: int
+) -> int:
+    """Bytes that decoding takes with the slots that are asked for, or else with one for each bin.
 
     Args:
-      path: `model.path`, for the message.
+      prompts: of all batches; no more slots are in use than they have samples.
       group, width: samples of a prompt, and tokens that it may have.
-
-    Raises: InputError.
     """
     bins = sharding.num_bins(mesh)
     settings = settings._replace(slots=settings.slots or bins)
-    prompts = bins * max(1, -(-settings.slots // (group * bins)))
-    decoding = capacity(model, settings, mesh, prompts, group, width).total
+    rows = min(-(-settings.slots // (group * bins)), -(-prompts // bins))
+    return capacity(model, settings, mesh, bins * max(1, rows), group, width).total
+
+
+def refuse_too_large(
+    path: str, model: Model, mesh: Mesh, sampled: SampledMemory, decoding: int
+) -> None:
+    """Refuses a policy that does not fit its devices.
+
+    Args:
+      path: `model.path`, for the message.
+      decoding: as `least_decoding` gives it.
+
+    Raises: InputError.
+    """
     phases = {"decoding": decoding, "a second pass": sampled.second_pass}
     limit, total = memory.device_bytes(mesh), sampled.persistent + max(phases.values())
     if total <= limit:
         return
     weights = {"weights": sampled.weights, "their copy": sampled.copy, "the base": sampled.base}
-    parts = {**weights, f"decoding with {settings.slots} slots": decoding, **phases}
-    parts = {name: size for name, size in parts.items() if size and name != "decoding"}
+    parts = {name: size for name, size in (weights | phases).items() if size}
     remedies = ["mesh.tensor over more devices"]
     if model.config.dtype == "float32":
         remedies.insert(0, 'model.dtype = "bfloat16"')
     if sampled.persistent <= limit:
-        shorter = "shorter rollout.max_prompt_tokens and rollout.max_completion_tokens"
-        fewer = f"fewer rollout.slots, {shorter}" if settings.slots > bins else shorter
         largest = max(phases, key=lambda name: phases[name])
+        fewer = "fewer rollout.slots, a shorter rollout.max_prompt_tokens or max_completion_tokens"
         remedies.insert(0, fewer if largest == "decoding" else "eval.kl_to_base = false")
     raise InputError(
         f"{path} does not fit: {shown(total)} of {shown(limit)} on each device at the least ("

@@ -198,9 +198,8 @@ def find_policy(
     fingerprints.refuse_unless_alike(lambda: {"prompts": describe()})
     settings = sampling_settings(rollout, pretrained, world, config.train.support)
     rescores, seed = has_base or config.eval.confidence, config.train.seed
-    policy = _policy_with_engine(
-        pretrained, settings, config.mesh, rollout, seed, temperature, has_base, rescores
-    )
+    parts = pretrained, settings, config.mesh, rollout, seed, temperature
+    policy = _policy_with_engine(*parts, len(prompts.rows), has_base, rescores)
     _say_decoding(console, policy.engine)
     return dataclasses.replace(policy, world=world), prompts
 
@@ -239,9 +238,8 @@ def find_answerer(
     pretrained, chat = _find_model(console, start, config.mesh, config.data)
     settings = sampling_settings(config.rollout, pretrained)
     settings = settings._replace(max_turns=2, own_rows=True, interruption=None, early_stop=None)
-    policy = _policy_with_engine(
-        pretrained, settings, config.mesh, config.rollout, config.train.seed, temperature
-    )
+    parts = pretrained, settings, config.mesh, config.rollout, config.train.seed, temperature
+    policy = _policy_with_engine(*parts, settings.slots or 1)
     _say_decoding(console, policy.engine)
     keys, ends = config.rollout, settings.stop_tokens
     parser = functools.partial(find_parser, keys.call_format, chat, ends, keys.call_timeout)
@@ -268,19 +266,22 @@ def _policy_with_engine(
     rollout: RolloutKeys,
     seed: int,
     temperature: float | None,
+    prompts: int,
     has_base: bool = False,
     rescores: bool = False,
 ) -> StoredPolicy:
-    """Args: as in `find_policy`; and `rescores`, whether evaluations look at samples again."""
+    """Args: as in `find_policy`; `prompts`, how many there are at the least, and `rescores`,
+    whether evaluations look at samples again."""
     settings = settings._replace(records_experts=False)
     if temperature is not None:
         settings = settings._replace(temperature=temperature)
     mesh = sharding.sampling_mesh(pretrained.mesh, mesh_keys.sampling_tensor)
     model, width = pretrained.model_on(mesh), rollout.max_prompt_tokens
     sampled = sampled_memory.count(model, mesh, settings.weight_dtype, has_base, rescores)
-    sampled_memory.refuse_too_large(
-        pretrained.path, model, settings, mesh, sampled, rollout.group_size, width
+    decoding = sampled_memory.least_decoding(
+        model, settings, mesh, prompts, rollout.group_size, width
     )
+    sampled_memory.refuse_too_large(pretrained.path, model, mesh, sampled, decoding)
     free = memory.free_beside(mesh, sampled.persistent)
     engine = SlotEngine(model, settings, mesh, width=width, free=free)
     pretrained = pretrained.with_weights()

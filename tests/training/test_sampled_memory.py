@@ -46,11 +46,24 @@ def test_the_weights_of_a_stored_policy_are_there_once():
 
 
 @pytest.mark.slow
+def test_no_more_slots_are_counted_than_there_are_samples():
+    model, settings, mesh = on_one("v6e:1x1", "llama31_8b_v6e")
+
+    def count(slots: int, prompts: int) -> int:
+        changed = settings._replace(slots=slots)
+        return sampled_memory.least_decoding(model, changed, mesh, prompts, 8, 512)
+
+    assert count(10**8, 2) == count(16, 2) > count(8, 2) > count(0, 2)
+    assert count(64, 100) > count(64, 2)
+
+
+@pytest.mark.slow
 def test_what_fits_no_slot_is_refused_with_what_to_do():
     model, settings, mesh = on_one("v5e:1x1", "llama31_8b_v6e", "model.dtype=float32")
     sampled = sampled_memory.count(model, mesh)
+    decoding = sampled_memory.least_decoding(model, settings, mesh, 1, 8, 512)
     with pytest.raises(InputError) as refusal:
-        sampled_memory.refuse_too_large("base", model, settings, mesh, sampled, 8, 512)
+        sampled_memory.refuse_too_large("base", model, mesh, sampled, decoding)
     text = str(refusal.value)
     assert "base does not fit: " in text
     assert 'take model.dtype = "bfloat16", mesh.tensor over more devices' in text
@@ -73,7 +86,7 @@ def test_a_model_is_refused_before_its_weights_are_fetched(monkeypatch, capsys, 
     assert cli.main(sample) == 2
     error = capsys.readouterr().err
     assert "does not fit" in error
-    assert "shorter rollout.max_prompt_tokens and rollout.max_completion_tokens" in error
+    assert "take fewer rollout.slots, a shorter rollout.max_prompt_tokens or max_comp" in error
     monkeypatch.setattr(memory, "device_bytes", lambda _mesh: 10_000)
     assert cli.main(sample) == 2
     assert 'take model.dtype = "bfloat16"' in capsys.readouterr().err
