@@ -204,7 +204,7 @@ def make_world(
     for where, factory in (factories or {"environment": None}).items():
         name = where.removeprefix("environment").removeprefix(".")
         if factory is not None and is_program(factory):
-            parts = factory, rollout, chat, stop_tokens, where, functions, forks
+            parts = factory, rollout, chat, stop_tokens, where, functions, forks, parser
             kinds[name] = _program_kind(*parts)
         else:
             parts = factory, by_name, tuple(functions), parser, seconds, where, processes
@@ -302,6 +302,7 @@ def _program_kind(
     where: str,
     tools: Sequence[Any],
     forks: bool,
+    parser: Callable[[], calls.Parser],
 ) -> Kind:
     """What rows of a program talk to. Raises: InputError where there are tools beside it."""
     if tools:
@@ -319,10 +320,7 @@ def _program_kind(
         ends=frozenset(stop_tokens),
         stop_strings=rollout.stop_strings,
     )
-    parse = functools.partial(
-        find_parser, rollout.call_format, chat, stop_tokens, rollout.call_timeout
-    )
-    dialect = Dialect("policy", chat, limits, parse, stop_tokens)
+    dialect = Dialect("policy", chat, limits, parser, stop_tokens)
     return make_program_kind(program, dialect, stop_tokens, rollout.call_timeout, forks)
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
 from jaxgrpo.models import sharding
-from jaxgrpo.models.api import LAYERS, Model
+from jaxgrpo.models.api import Model
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots.capacity import capacity
 from jaxgrpo.training import memory
@@ -104,25 +105,20 @@ def refuse_too_large(
     )
 
 
-def released_per_layer(params: Params) -> Params:
-    """`params_per_layer` of parameters that nothing else reads: array by array, each of which is
-    freed then, so that a model that just fits can be read."""
-    shared = {name: tree for name, tree in params.items() if name not in LAYERS}
-    lead, rest = (
-        tuple(layers[str(i)] for i in range(len(layers)))
-        for layers in (params.get(part, {}) for part in ("lead", "rest"))
-    )
-    columns: dict[str, list[Any]] = {}
-    for name, stacked in params["blocks"].items():
-        leaves, structure = jax.tree.flatten(stacked)
-        apart = []
-        for leaf in leaves:
-            apart.append(jax.block_until_ready(_slices(leaf)))
-            leaf.delete()
-        columns[name] = [structure.unflatten(layer) for layer in zip(*apart, strict=True)]
-    places = [columns[str(k)] for k in range(len(columns))]  # of a period
-    scanned = tuple(layer for period in zip(*places, strict=True) for layer in period)
-    return {**shared, "layers": lead + scanned + rest}
+def release(blocks: Params) -> Params:
+    """Stacked arrays that nothing else reads, each as an array of objects, one for each layer.
+
+    They are taken apart one after another, and freed then, so that a model that just fits can be
+    read. `memory_per_layer` puts the layers in their order.
+    """
+
+    def take_apart(stacked: Array) -> np.ndarray:
+        apart = np.empty(stacked.shape[0], object)
+        apart[:] = jax.block_until_ready(_slices(stacked))
+        stacked.delete()
+        return apart
+
+    return jax.tree.map(take_apart, blocks)
 
 
 @jax.jit

@@ -37,6 +37,7 @@ from jaxgrpo.evaluation.evaluate import (
 )
 from jaxgrpo.evaluation.rescoring import Base
 from jaxgrpo.models import decoder, lora, sharding
+from jaxgrpo.models.api import LAYERS, memory_per_layer
 from jaxgrpo.models.resharding import moved
 from jaxgrpo.rewards import RewardFunction, callable_name
 from jaxgrpo.rewards.protocol import Reward
@@ -108,7 +109,9 @@ class StoredPolicy(Policy):
         """The weights as the sampler reads them."""
         layout = sampling_layout(self.model, self.mesh)
         params = self.pretrained.read_params(self.seed, self.model, layout=layout)
-        return sampled_memory.released_per_layer(params)
+        apart = {**params, "blocks": sampled_memory.release(params["blocks"])}
+        shared = {name: tree for name, tree in params.items() if name not in LAYERS}
+        return {**shared, "layers": memory_per_layer(self.model.config, apart)}
 
 
 def config_for(

@@ -11,7 +11,7 @@ from jaxgrpo.cli import main as cli
 from jaxgrpo.config import files
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import decoder, sharding
-from jaxgrpo.models.api import params_per_layer
+from jaxgrpo.models.api import memory_per_layer, params_per_layer
 from jaxgrpo.planning import programs, topologies
 from jaxgrpo.rollout.slots.capacity import fitting_slots
 from jaxgrpo.training import memory, sampled_memory, stored_policy
@@ -98,6 +98,7 @@ def test_layers_apart_are_those_of_the_stack_which_is_freed(config):
     params = tiny.params(config)
     expected = params_per_layer(config, params)
     stacked = jax.tree.leaves(params["blocks"])
-    released = sampled_memory.released_per_layer(params)
+    apart = sampled_memory.release(params["blocks"])
+    released = {**expected, "layers": memory_per_layer(config, {**params, "blocks": apart})}
     assert all(leaf.is_deleted() for leaf in stacked)
     jax.tree.map(np.testing.assert_array_equal, released, expected)
