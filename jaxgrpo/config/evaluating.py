@@ -17,7 +17,7 @@ OTHER_FORMAT = "other"
 EVERY_TEXT = "every text fits an empty pattern; write what texts of this format contain"
 UNEVALUATED = "nothing is evaluated between the start and the end; set eval.data and eval.every"
 
-READ_BY_RUNS = ("samples", "prompts", "scorer", "formats")
+READ_BY_RUNS = ("samples", "prompts", "scorer", "formats", "confidence")
 """Keys that a run reads with eval.data alone, and `eval` and `probe` with the rows of a call too.
 """
 
@@ -47,7 +47,7 @@ def check(values: Values) -> Iterator[str]:
         yield f"eval.confidence_kept = {share:g}: a share of the voters; set it to 1 (all) or less"
     elif values.get("eval.confidence") is False:
         yield from _unweighted(values)
-    for name in ("eval.confidence", "eval.kl_to_base", "eval.subset", "eval.split"):
+    for name in ("eval.kl_to_base", "eval.subset", "eval.split"):
         if (value := values.get(name)) and no_data:
             problem = "there is nothing to evaluate on; name eval.data, or leave it out"
             yield f"{name} = {show(value)}: {problem}"

@@ -95,10 +95,13 @@ def test_functions_and_rows_of_python_are_taken_as_they_are(call_options):
         return [float(text != right) for text, right in zip(completions, answer, strict=True)]
 
     options = {**options, "data": rows}
+    votes = {**options, "eval": {"confidence": True}}  # which need no eval.data
     right, turned = (
-        jg.evaluate(model, scorer=scorer, **options) for scorer in (tables.REWARD, wrong)
+        jg.evaluate(model, scorer=scorer, **votes) for scorer in (tables.REWARD, wrong)
     )
     assert turned["pass@1"] == pytest.approx(1 - right["pass@1"])
+    area = "deepconf/mean/auroc"
+    assert turned[area] == pytest.approx(1 - right[area])
     assert {*judged} == {"y"}
     assert len(judged) == 3 * (4 + 1), "what fills up a batch of four devices is not judged"
     numbers = jg.probe(model, reward=wrong, **options)

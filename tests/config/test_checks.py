@@ -87,7 +87,6 @@ from jaxgrpo.core.errors import ConfigError, InputError, find
             "atlas.every=5",
             'atlas.every = 5: nothing reads it without atlas.methods; set that, as ["',
         ),
-        ("eval.confidence=true", "eval.confidence = true: there is nothing to evaluate on"),
     ],
 )
 def test_a_mistake_is_one_problem_that_says_where_and_what_to_do(override, message):

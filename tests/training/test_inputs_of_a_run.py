@@ -308,7 +308,9 @@ def test_processes_compare_what_their_programs_are_made_by(monkeypatch, tmp_path
     assert differing == {"jaxgrpo", "jax_default_matmul_precision"}
 
 
-@pytest.mark.parametrize("option", ["samples=3", "prompts=5", "scorer=length", "formats={a='x'}"])
+@pytest.mark.parametrize(
+    "option", ["samples=3", "prompts=5", "scorer=length", "formats={a='x'}", "confidence=true"]
+)
 def test_a_run_without_evaluation_refuses_what_only_evaluations_read(option):
     config = read(f"eval.{option}")  # `eval` and `probe` may have rows from Python
     key = re.escape(f"eval.{option.partition('=')[0]}")
