@@ -18,8 +18,7 @@ EVERY_TEXT = "every text fits an empty pattern; write what texts of this format 
 UNEVALUATED = "nothing is evaluated between the start and the end; set eval.data and eval.every"
 
 READ_BY_RUNS = ("samples", "prompts", "scorer", "formats", "confidence")
-"""Keys that a run reads with eval.data alone, and `eval` and `probe` with the rows of a call too.
-"""
+"""Keys that a run reads with eval.data alone; `eval`, and `probe` some, with a call's rows too."""
 
 
 def check(values: Values) -> Iterator[str]:
