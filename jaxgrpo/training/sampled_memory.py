@@ -18,6 +18,15 @@ from jaxgrpo.rollout.slots.capacity import capacity
 from jaxgrpo.training import memory
 from jaxgrpo.training.memory import shown
 
+DECODING, SECOND_PASS = "decoding", "a second pass"
+
+REMEDIES = {
+    DECODING: "fewer rollout.slots, a shorter rollout.max_prompt_tokens or max_completion_tokens",
+    SECOND_PASS: "evaluations without a base to compare with (eval.kl_to_base = false) and without "
+    "eval.confidence",
+}
+"""Phase -> what would make it smaller."""
+
 
 class SampledMemory(NamedTuple):
     """Bytes on one device, but for keys and values."""
@@ -84,7 +93,7 @@ def refuse_too_large(
 
     Raises: InputError.
     """
-    phases = {"decoding": decoding, "a second pass": sampled.second_pass}
+    phases = {DECODING: decoding, SECOND_PASS: sampled.second_pass}
     limit, total = memory.device_bytes(mesh), sampled.persistent + max(phases.values())
     if total <= limit:
         return
@@ -94,9 +103,7 @@ def refuse_too_large(
     if model.config.dtype == "float32":
         remedies.insert(0, 'model.dtype = "bfloat16"')
     if sampled.persistent <= limit:
-        largest = max(phases, key=lambda name: phases[name])
-        fewer = "fewer rollout.slots, a shorter rollout.max_prompt_tokens or max_completion_tokens"
-        remedies.insert(0, fewer if largest == "decoding" else "eval.kl_to_base = false")
+        remedies.insert(0, REMEDIES[max(phases, key=lambda name: phases[name])])
     raise InputError(
         f"{path} does not fit: {shown(total)} of {shown(limit)} on each device at the least ("
         + ", ".join(f"{name} {shown(size)}" for name, size in parts.items())

@@ -69,6 +69,17 @@ def test_what_fits_no_slot_is_refused_with_what_to_do():
     assert 'take model.dtype = "bfloat16", mesh.tensor over more devices' in text
 
 
+def test_a_second_pass_that_does_not_fit_names_both_keys_that_ask_for_it():
+    model, _, mesh = on_one("v5e:1x1", "llama31_8b_v6e")
+    sampled = sampled_memory.SampledMemory(2**30, 0, 0, second_pass=2**44)
+    with pytest.raises(InputError) as refusal:
+        sampled_memory.refuse_too_large("base", model, mesh, sampled, decoding=2**30)
+    text = str(refusal.value)
+    assert "eval.kl_to_base = false" in text
+    assert "eval.confidence" in text
+    assert "rollout.slots" not in text
+
+
 @pytest.mark.slow
 def test_a_model_is_refused_before_its_weights_are_fetched(monkeypatch, capsys, tmp_path):
     path, prompts = small_run.base(), tmp_path / "prompts.txt"
