@@ -6,6 +6,7 @@ nothing was recorded: at tokens that were not drawn, and in entries that a token
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +31,11 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 def no_record(name: str, *shape: int) -> np.ndarray:
     """A record [*shape] without any entry."""
     return np.full(shape, NONE, DTYPES[name])
+
+
+def token_bytes(shapes: Shapes) -> int:
+    """Bytes of the records of a token."""
+    return sum(math.prod(shape) * np.dtype(DTYPES[name]).itemsize for name, shape in shapes)
 
 
 def without(fields: Mapping[str, Any], taken_again: Collection[str]) -> dict[str, Any]:

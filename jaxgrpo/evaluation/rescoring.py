@@ -19,6 +19,8 @@ from jaxgrpo.core.types import Params, Rollouts, TrainBatch
 from jaxgrpo.models import decoder, routing, sharding
 from jaxgrpo.models.api import Model, ModelConfig, stacked_params
 from jaxgrpo.models.distributions import full_kl
+from jaxgrpo.models.logprobs import chunk_tokens
+from jaxgrpo.rollout.slots.capacity import LOGITS
 from jaxgrpo.update import packing
 from jaxgrpo.update.flat import flatten, hidden_states, in_rows
 from jaxgrpo.update.forward import Pass, in_micro_batches, token_values
@@ -155,3 +157,9 @@ def _look(
         values["logp_gap"] = values["logp"] - base_values["logp"]
         names |= {"kl", "clamped", "logp_gap"}
     return {name: in_rows(micro, flat, values[name]) for name in sorted(names)}
+
+
+def second_pass_bytes(hidden: int, vocab: int) -> int:
+    """Bytes of an evaluation's second pass beside the base: the two heads as a CPU multiplies with
+    them, and logits of both policies."""
+    return 2 * (LOGITS * 4 * chunk_tokens(vocab, vocab) * vocab + 4 * hidden * vocab)

@@ -234,14 +234,17 @@ def _read(run: Run, program: Program, topology: Topology, dump: Any) -> Planned:
 
 def _beside(run: Run, program: Program) -> int:
     """Bytes of the run's state that a program does not read, of the base that evaluations keep,
-    and, while it samples, of what a sync has left."""
+    while it samples of what a sync has left, and in an update of the rest of a step's samples."""
     arguments = program.arguments
     if program.name == "sync":  # it is given the state, and reads the policy
         arguments = (run.learner.trainable, run.learner.frozen.get(WEIGHTS))
     argument_ids = {id(leaf) for leaf in jax.tree.leaves(arguments)}
     unread = [leaf for leaf in jax.tree.leaves(run.learner) if id(leaf) not in argument_ids]
     left = programs.left_by_sync(run) if program.name in ("prefill", "decode") else {}
-    return memory.on_device((unread, left)) + _outside_learner(run)
+    count = memory.on_device((unread, left)) + _outside_learner(run)
+    if program.name == "update":
+        count += memory.beside_update(run.blueprint.geometry, program.arguments[-1:])
+    return count
 
 
 def _outside_learner(run: Run) -> int:

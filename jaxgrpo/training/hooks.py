@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import inspect
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,14 +20,10 @@ import numpy as np
 from jax import Array
 
 from jaxgrpo.core.errors import InputError, differing_names, one_line
-from jaxgrpo.core.scores import passes
 from jaxgrpo.core.types import Learner, Params, Rollouts, Stream
 from jaxgrpo.data.limits import ending_forks, restoring_process
 from jaxgrpo.evaluation.evaluate import Evaluate
-from jaxgrpo.losses import Objective
 from jaxgrpo.models import sharding
-from jaxgrpo.models.api import Model
-from jaxgrpo.models.counts import count_weights
 from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.rollout.goals import Goals, goal_metrics
 from jaxgrpo.rollout.sample_rows import sample_rows
@@ -40,6 +36,7 @@ from jaxgrpo.training.records.folder import plain
 from jaxgrpo.training.records.reading import evaluation_metrics
 from jaxgrpo.training.resets import is_better, make_resetter, refuse_unknown_best, see
 from jaxgrpo.training.stored_policy import policy_for_run
+from jaxgrpo.update.work import count_step, step_flops
 
 OnStep = Callable[[int, dict[str, float]], object]
 """Called after a step with its number and metrics."""
@@ -99,62 +96,10 @@ def is_due(number: int, interval: int) -> bool:
     return bool(interval) and number % interval == 0
 
 
-def step_flops(
-    sampled: int, trained: int, rollouts: Rollouts, values: Mapping[str, float]
-) -> float:
-    """The operations of a step's matrix products, without scores of attention and recomputation.
-
-        2 W (sampled tokens + prompts) + 2 V (live tokens + their prompts)
-
-    With `rollout.refill` sampled tokens and prompts are those of all rounds; a replay counts what
-    its samples have cost.
-
-    Args:
-      sampled: W, the numbers in the layers' linear maps and the head; 0 where nothing is drawn.
-      trained: V, those of all passes of scoring, and 3 W for each update, 2 W with adapters; W more
-        where the loss sees groups, and for a reference that the update runs; the head's again, as
-        often, for each distribution that the loss compares.
-      values: metrics of the step.
-    """
-    masks = rollouts.prompt_mask, rollouts.token_mask
-    prompts, tokens = (float(count) for count in sharding.to_host([mask.sum() for mask in masks]))
-    rounds = values.get("refill/groups", len(rollouts.row)) / len(rollouts.row)
-    drawn = values["num_tokens"] + rounds * prompts
-    live = values["live_tokens"] * tokens + values["live_groups"] * prompts
-    return 2.0 * (sampled * drawn + trained * live)
-
-
-def count_trained(
-    model: Model,
-    objective: Objective,
-    num_iterations: int,
-    scoring: Iterable[tuple[Model, float]] = (),
-) -> int:
-    """V of `step_flops`.
-
-    Args:
-      scoring: the model of each pass of scoring, and the share of samples that it reads.
-    """
-    weights = count_weights(model)
-    with_gradient = 2 if model.config.lora else 3
-    update_passes = with_gradient + objective.reads_batch + len(objective.anchors)
-    compared = len(objective.anchors) + len(objective.counts)
-    trained = update_passes * weights.work + compared * with_gradient * weights.head
-    scored = sum(round(share * count_weights(scorer).work) for scorer, share in scoring)
-    return num_iterations * trained + scored
-
-
 def count_work(opened: OpenRun) -> Hook:
     """Adds up tokens, operations and seconds, and says once per reward what it failed with."""
     progress, display = opened.keeper.progress, opened.display
-    blueprint = opened.run.blueprint
-    sampled = 0 if blueprint.trains_texts else count_weights(blueprint.model).work
-    scoring = [
-        (blueprint.policy_model(scoring_pass.policy), scoring_pass.share)
-        for scoring_pass, _ in passes(blueprint.scores, blueprint.scored)
-    ]
-    sizes = blueprint.model, blueprint.objective, blueprint.num_iterations
-    trained = count_trained(*sizes, scoring)
+    work = count_step(opened.run.blueprint)
 
     def hook(step: StepEnd) -> StepEnd:
         progress.tokens += step.values["num_tokens"]
@@ -164,7 +109,7 @@ def count_work(opened: OpenRun) -> Hook:
             if name not in progress.reported:
                 progress.reported.add(name)
                 display.say(f"{message}\n{NOTES.get(name, UNSCORED)}")
-        flops = step_flops(sampled, trained, step.collected.rollouts, step.values)
+        flops = step_flops(work, step.collected.rollouts, step.values)
         return step.with_values({"flops": flops})
 
     return hook

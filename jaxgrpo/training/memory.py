@@ -17,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxgrpo.core import records
 from jaxgrpo.core.chips import CHIPS, JAX_SHARE, find_chip
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner
+from jaxgrpo.evaluation import rescoring
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import decoder, lora, low_bit, routing, sharding
 from jaxgrpo.models.api import LAYERS, Model
@@ -132,7 +134,7 @@ def count(blueprint: Blueprint, copies: Collection[str]) -> Memory:
     base = parameters(model, blueprint.samples_on) if EVAL_BASE in copies else 0
     second_pass = 0
     if rereads_base(blueprint.samples_on):
-        beside = second_pass_bytes(model.config.hidden_size, model.config.vocab_size)
+        beside = rescoring.second_pass_bytes(model.config.hidden_size, model.config.vocab_size)
         beside //= blueprint.samples_on.shape["tensor"]
         base, second_pass = 0, base and base + beside
     num_copies = len({*copies} - {EVAL_BASE, "ema"})
@@ -157,12 +159,6 @@ def rereads_base(mesh: Mesh) -> bool:
     """Whether a run reads the base again for each evaluation that measures the KL to it: on a CPU,
     where a second reads a model of the size that is trained. Elsewhere it stays in memory."""
     return mesh.devices.flat[0].platform == "cpu"
-
-
-def second_pass_bytes(hidden: int, vocab: int) -> int:
-    """Bytes of an evaluation's second pass beside the base: the two heads as a CPU multiplies with
-    them, and logits of both policies."""
-    return 2 * (LOGITS * 4 * chunk_tokens(vocab, vocab) * vocab + 4 * hidden * vocab)
 
 
 def training_bytes(model: Model, mesh: AnyMesh, optimizer: Any) -> tuple[int, int]:
@@ -285,7 +281,7 @@ def plan(
 ) -> int:
     """The working memory that XLA plans for the update program, which is compiled for it.
 
-    Beside it lie the batches of a step's other minibatches.
+    Beside it lies what `beside_update` counts.
 
     Args:
       program: `update_program` of `update.step.Steps`.
@@ -298,8 +294,14 @@ def plan(
         return 0
     new_outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     program_bytes = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + new_outputs
-    other_batches = (geometry.minibatches - 1) * on_device(batch)
-    return program_bytes - on_device(arguments) + other_batches
+    return program_bytes - on_device(arguments) + beside_update(geometry, batch)
+
+
+def beside_update(geometry: packing.Geometry, batch: Any) -> int:
+    """Bytes of a step's other minibatches, and of what was recorded of its samples."""
+    sizes = geometry.num_prompts, geometry.group_size, geometry.max_completion_tokens
+    recorded = math.prod(sizes) // geometry.bins * records.token_bytes(geometry.records)
+    return (geometry.minibatches - 1) * on_device(batch) + recorded
 
 
 def update_arguments(

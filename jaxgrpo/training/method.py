@@ -11,6 +11,7 @@ from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import methods
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import ReferenceKeys, RolloutKeys, TrainKeys
+from jaxgrpo.core import records
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import attention, decoder, routing, sharding
 from jaxgrpo.models.api import LayerKind
@@ -53,13 +54,15 @@ def build_method(
     sampling: SamplingSettings,
     advantage: AdvantageTransform | None = None,
     share: step.Share = step.share_nothing,
+    has_forks: bool = False,  # in files of rollouts, whatever the config says
 ) -> Method:
     """The static description of a run, checked as a whole, and what is built from it."""
     mesh, model, rollout, train = pretrained.mesh, pretrained.model, config.rollout, config.train
     sampling_mesh = _sampling_mesh(rollout, config.mesh.sampling_tensor, mesh)
-    recorded = record_shapes(model.config.kinds, sampling.support, replays(train.routing, model))
-    geometry = _geometry(rollout, train, mesh, config.data.forks, model.config.kinds)
-    named = config.named_chain if advantage is None else advantage
+    kinds, forks = model.config.kinds, has_forks or config.data.forks
+    recorded = record_shapes(kinds, sampling.support, replays(train.routing, model))
+    geometry = _geometry(rollout, train, mesh, forks, kinds, recorded)
+    named, keys = advantage or config.named_chain, vars(config.optimizer)
     recipe = methods.make_recipe(named, rewards, rollout.refill is not None)
     chain = methods.make_chain(config.loss, recipe)
     objective = methods.make_objective(config.loss, rollout.max_completion_tokens)
@@ -69,15 +72,13 @@ def build_method(
     scoring = teachers.find_teachers(config.teachers, pretrained, config.model.attention, geometry)
     models = model, *(teacher.model for teacher in scoring.values())
     teachers.refuse_too_many(objective.counts, models)
-    geometry = check_recurrent(geometry.for_models(models)._replace(records=recorded), mesh)
-    keys = vars(config.optimizer)
-    optimizer = make_optimizer(trained(model, model.axes), updates=train.updates, **keys)
+    geometry = check_recurrent(geometry.for_models(models), mesh)
     blueprint = Blueprint(
         model=model,
         chain=chain,
         recipe=recipe,
         objective=objective,
-        optimizer=optimizer,
+        optimizer=make_optimizer(trained(model, model.axes), updates=train.updates, **keys),
         geometry=geometry,
         sampling=sampling,
         mesh=mesh,
@@ -223,6 +224,7 @@ def _geometry(
     mesh: Mesh,
     has_forks: bool,
     kinds: Sequence[LayerKind],
+    recorded: records.Shapes,
 ) -> packing.Geometry:
     sizes = (
         *(rollout.prompts_per_step, rollout.group_size),
@@ -233,7 +235,7 @@ def _geometry(
     geometry = packing.make_geometry(sizes, mesh, tokens, minibatches, **has)
     packing.check_geometry(geometry)
     sharding.check_divides(mesh, "train.tokens_per_micro_batch", geometry.tokens, "sequence")
-    return geometry
+    return geometry._replace(records=recorded)
 
 
 def _sampling_mesh(rollout: RolloutKeys, tensor: int, mesh: Mesh) -> Mesh:

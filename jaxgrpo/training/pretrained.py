@@ -297,8 +297,9 @@ def check_recurrent(geometry: Geometry, mesh: Mesh) -> Geometry:
         )
     if geometry.has_forks:
         problems.append(
-            'data.history = "fork": a conversation that is rewritten begins inside a row, and '
-            'states begin with chunks; set it to "exact"'
+            'data.history = "fork", or files of rollouts with fields.turn:fork: a conversation '
+            "that is rewritten begins inside a row, and states begin with chunks; take samples of "
+            'data.history = "exact"'
         )
     refuse_all("a model with layers that recur cannot be trained so:", problems)
     return geometry

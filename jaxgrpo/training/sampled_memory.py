@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
+from jaxgrpo.evaluation import rescoring
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.rollout.engine import SamplingSettings
@@ -58,7 +59,7 @@ def count(
     """
     config = model.config
     weights, layers = memory.bytes_to_sample(model, mesh)
-    logits = memory.second_pass_bytes(config.hidden_size, config.vocab_size)
+    logits = rescoring.second_pass_bytes(config.hidden_size, config.vocab_size)
     return SampledMemory(
         weights=weights,
         copy=memory.copied_to_sample(model, mesh, weight_dtype),

@@ -193,7 +193,8 @@ def setup(
     run_rewards = _make_rewards(config.rewards, config.eval, longest, folder, run_inputs, rewards)
     pretrained, support = run_inputs.pretrained, config.train.support
     sampling = sampling_settings(config.rollout, pretrained, run_inputs.world, support)
-    parts = config, pretrained, run_rewards, sampling, advantage, share
+    has_forks = run_inputs.replay is not None and run_inputs.replay.has_forks
+    parts = config, pretrained, run_rewards, sampling, advantage, share, has_forks
     method = share("method", lambda: build_method(*parts))
     if not samples:
         method = method._replace(memory=method.memory._replace(sampler=0, decode=0))
@@ -244,20 +245,21 @@ def _assemble(
     recorded = record_shapes(blueprint.model.config.kinds, blueprint.sampling.support)
     brought = brought_fields(grown, rollout, share, has_turns, lacking, forks, recorded)
     draw_groups = _make_drawing(data.completion, rollout, run_inputs, method, grown, brought)
-    source = make_rollout_source(
-        rollout, data, train, config.scores, run_inputs, blueprint, draw_groups, rewards, brought
+    contenders, tables, replay = config.atlas.methods, configs.to_tables(config), run_inputs.replay
+    present = brought if replay is None else replay.common_fields
+    atlases = make_atlases(
+        Preparer(blueprint), contenders, tables, config.source, rewards, len(rows), present
     )
+    parts = rollout, data, train, config.scores, run_inputs, blueprint, draw_groups, rewards
+    read_by_atlases = frozenset() if atlases is None else atlases.needs
+    source = make_rollout_source(*parts, brought, read_by_atlases.intersection(present))
     mesh, seed, sums = blueprint.samples_on, train.seed, sums_scored(blueprint.chain)
     source = with_experience(
         source, config.experience, rollout, run_inputs, rewards, seed, mesh, sums
     )
     # Saved rollouts have ended all at once, and groups with experience are mixed first.
-    waits = bool(run_inputs.replay) or share > 0
+    waits = replay is not None or share > 0
     collector = _make_collector(rollout, train.steps, run_inputs, rewards, method, source, waits)
-    contenders, tables = config.atlas.methods, configs.to_tables(config)
-    atlases = make_atlases(
-        Preparer(blueprint), contenders, tables, config.source, rewards, len(rows), brought
-    )
     if make_learner is None:
         learner = _read_learner(seed, pretrained, len(rows), rewards, blueprint)
     else:

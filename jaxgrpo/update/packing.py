@@ -204,7 +204,7 @@ def check_geometry(geometry: Geometry) -> None:
 def measure_lengths(rollouts: Rollouts) -> Lengths:
     """What `plan` reads of rollouts. Forced text behind the last chosen token teaches nothing."""
     prompt = rollouts.prompt_mask.sum(-1, dtype=jnp.int32) - 1
-    return Lengths(prompt, _real(rollouts.token_mask).sum(-1, dtype=jnp.int32))
+    return Lengths(prompt, up_to_last(rollouts.token_mask).sum(-1, dtype=jnp.int32))
 
 
 def deal(lengths: Lengths, live: np.ndarray, geometry: Geometry) -> list[np.ndarray]:
@@ -422,7 +422,7 @@ def _positions(rollouts: Rollouts) -> tuple[Array, Array]:
     """
     length = rollouts.prompt_mask.sum(-1, dtype=jnp.int32)
     place = jnp.arange(rollouts.token_mask.shape[-1], dtype=jnp.int32)
-    position, real = length[:, None, None] - 1 + place, _real(rollouts.token_mask)
+    position, real = length[:, None, None] - 1 + place, up_to_last(rollouts.token_mask)
     fork = rollouts.fields.get(FORK)
     if fork is None:
         return position, real
@@ -475,7 +475,7 @@ def scatter(values: Array, plan: Plan, token_mask: Array) -> Array:
     Args:
       token_mask: [P, G, T], of the rollouts.
     """
-    place = _places(plan, _real(token_mask))
+    place = _places(plan, up_to_last(token_mask))
     return values.reshape(-1, *values.shape[4:]).at[place].get(mode="fill", fill_value=0)
 
 
@@ -495,6 +495,6 @@ def _places(plan: Plan, real: Array) -> Array:
     return jnp.where(real & (plan.row[..., None] >= 0), place, plan.row_prompt.size * steps)
 
 
-def _real(token_mask: Array) -> Array:
+def up_to_last(token_mask: Array) -> Array:
     """True up to the last token the policy chose: forced text after it teaches nothing."""
     return jnp.flip(jnp.cumsum(jnp.flip(token_mask, -1), -1) > 0, -1)

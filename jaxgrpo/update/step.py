@@ -106,7 +106,8 @@ def build_steps(blueprint: Blueprint, share: Share = share_nothing) -> Steps:
     """Jits the functions of a training step for one model, method, geometry and mesh.
 
     Args:
-      share: asked for "update", the program that runs may have in common.
+      share: asked for "update", the programs that runs may have in common, by the sizes for which
+        they are compiled.
     """
     config, sampled = blueprint.model.config, blueprint.sampling
     weight_dtype = low_bit.DTYPES.get(sampled.weight_dtype, config.dtype)
@@ -119,8 +120,12 @@ def build_steps(blueprint: Blueprint, share: Share = share_nothing) -> Steps:
     has_ratios = not blueprint.trains_texts or blueprint.objective.proximal == "trainer"
     unmeasured = () if has_ratios else RATIO_METRICS
     measure = functools.partial(_measure, blueprint.objective, rounding, unmeasured)
-    program = share("update", lambda: _update_program(*parts, measure, skips))
-    preparer, follow = Preparer(blueprint), None
+    # What fits beside what a run keeps is in no config, and is compiled in.
+    fitted = blueprint.geometry, blueprint.logits_per_chunk, blueprint.remat
+    programs = share("update", dict)
+    if fitted not in programs:
+        programs[fitted] = _update_program(*parts, measure, skips)
+    program, preparer, follow = programs[fitted], Preparer(blueprint), None
     if "ema" in blueprint.policies:
         follow = _follower(blueprint.ema_decay, trained_layout(blueprint.model, blueprint.mesh))
     return Steps(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import planned
@@ -22,8 +24,8 @@ from jaxgrpo.models.api import LoraConfig
 from jaxgrpo.models.counts import count_weights
 from jaxgrpo.models.hf import folders
 from jaxgrpo.planning import topologies
-from jaxgrpo.training import hooks
 from jaxgrpo.training.loop import train
+from jaxgrpo.update import work
 
 TRUE = {"ceiling": 0.61, "middle": 2542.0, "steepness": 1.92}  # ScaleRL's 8B run at 14k tokens
 
@@ -178,8 +180,30 @@ def test_passes_of_all_weights_and_of_the_head_alone_are_counted(changes, passes
     entries = scores.passes(blueprint.scores, blueprint.scored)
     scoring = [(blueprint.policy_model(entry.policy), entry.share) for entry, _ in entries]
     sizes = blueprint.model, blueprint.objective, blueprint.num_iterations
-    counted = hooks.count_trained(*sizes, scoring)
+    counted = work.count_trained(*sizes, scoring)
     assert counted == passes * weights.work + heads * weights.head
+
+
+def test_scores_that_advantages_read_are_counted_on_all_samples():
+    devices = topologies.stand_ins("v5e:2x2", 1)
+    blueprint = planned.run(devices=devices, recipe="top_entropy").blueprint
+    weights = count_weights(blueprint.model).work
+    assert work.count_step(blueprint) == work.Work(weights, weights, 3 * weights)
+    penalty: Any = {"loss": {"kl": {"use": "k2", "beta": 0.1}}}  # which the loss alone reads
+    blueprint = planned.run(devices=devices, **penalty).blueprint
+    assert work.count_step(blueprint) == work.Work(weights, 0, 4 * weights)
+
+
+def test_what_is_read_between_drawn_tokens_is_counted_as_they_are():
+    """Two drawn tokens, a reply of two between them, and what nothing reads behind the last."""
+    rollouts: Any = SimpleNamespace(
+        prompt_mask=np.ones((1, 3), bool),
+        token_mask=np.array([[[True, False, False, True, False, False]] * 2]),
+        row=np.zeros(1),
+    )
+    values = {"num_tokens": 4.0, "live_tokens": 0.5, "live_groups": 1.0}
+    counted = work.step_flops(work.Work(100, 10, 1), rollouts, values)
+    assert counted == 2 * (100 * (3 + 8) + 10 * (3 + 8) + 1 * (3 + 4))
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 import whole_logits
 from safetensors.numpy import load_file, save_file
 from transformers import LogitsProcessor, LogitsProcessorList, Qwen2Config, Qwen2ForCausalLM
@@ -147,6 +148,29 @@ def test_a_tokenizer_without_its_vocabulary_is_refused(tmp_path, fields):
     (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2}))
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
     assert folders.read_tokenizer(tmp_path)("abb")["input_ids"] == [2, 1]
+
+
+def test_the_tokenizer_of_mistral_common_is_replaced_by_that_of_the_folder_s_files(
+    tmp_path, monkeypatch
+):
+    """transformers prefers it wherever it is installed; its vocabulary lacks parts of characters,
+    which then count as tokens without text."""
+    TOKENIZER.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    plain = folders.read_tokenizer(tmp_path)
+
+    class MistralCommonBackend:
+        def get_vocab(self):
+            return {"a": 0}
+
+    def preferred(*arguments, **options):
+        return MistralCommonBackend()
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", preferred)
+    tokenizer = folders.read_tokenizer(tmp_path)
+    assert tokenizer.get_vocab() == plain.get_vocab()
+    assert tokenizer.backend_tokenizer.to_str() == plain.backend_tokenizer.to_str()
+    assert tokenizer.chat_template == plain.chat_template
 
 
 def test_tokens_that_are_not_those_of_the_file_are_reported_with_what_takes_them(tmp_path):

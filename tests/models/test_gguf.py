@@ -162,12 +162,14 @@ def test_the_scaling_of_llama_3_is_found_in_its_divisors(tmp_path):
     ("kind", "written"),
     [
         ("linear", {"rope_type": "linear", "factor": 8.0}),
+        (None, {"rope_type": "linear", "factor": 8.0}),  # as llama.cpp reads it
         ("yarn", {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}),
     ],
 )
 def test_scaled_positions_are_kept(kind, written, tmp_path):
     def add(writer):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        if kind is not None:
+            writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
         writer.add_rope_scaling_factor(8.0)
         if kind == "yarn":
             writer.add_rope_scaling_orig_ctx_len(64)

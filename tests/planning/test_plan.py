@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -386,6 +387,37 @@ def test_what_a_sync_gives_lies_beside_a_copy_that_the_sampler_makes_of_it(chang
     counted = memory.weights_to_sample(blueprint.model, blueprint.mesh, *settings)
     assert sampled_bytes - read + left == counted
     assert (left > 0) == (bool(changes) and ("fsdp" in mesh or [*changes] == ["lora"]))
+
+
+MOE = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+def test_the_rest_of_a_step_s_samples_lies_beside_its_update():
+    devices = topologies.stand_ins("h100:1x2", 1)
+    model = {"path": "none/here", "dtype": "bfloat16", "config": MOE}
+    changes: dict[str, Any] = {"model": model, "mesh": {"fsdp": 2}}
+    run = planned.run(devices=devices, **changes)
+    geometry, objective, mesh = run.blueprint.geometry, run.blueprint.objective, run.blueprint.mesh
+    batch = memory.update_arguments(geometry, objective, mesh, run.learner)[-1]
+    # Three layers, each with two numbers of two bytes for each token, on one of two devices.
+    recorded = 3 * 2 * 2 * math.prod(geometry[:2]) * geometry.max_completion_tokens // 2
+    assert memory.beside_update(geometry, batch) == recorded
+    in_four = geometry._replace(minibatches=4)
+    assert memory.beside_update(in_four, batch) == 3 * memory.on_device(batch) + recorded
+    update = Program("update", None, 0.0, (batch,), 0)
+    assert plan._beside(run, update) == memory.on_device(run.learner) + recorded
 
 
 @pytest.mark.parametrize(

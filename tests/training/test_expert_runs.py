@@ -17,6 +17,7 @@ from jaxgrpo.models import decoder, lora
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training import loop
 from jaxgrpo.training.export import export
+from jaxgrpo.training.setup import setup
 
 pytestmark = pytest.mark.slow
 
@@ -137,3 +138,39 @@ def test_files_without_records_are_refused_where_loads_are_read(run, base, tmp_p
     changes = {"model.path": base, "train.steps": 1, "train.router_aux_loss_coef": 0.01}
     with pytest.raises(InputError, match=r"reads the fields experts.*write fields\.experts too"):
         loop.train(small_run.config(tmp_path / "r", **changes), rollouts=[tmp_path / file.name])
+
+
+def with_experts(path, file, change):
+    """A file of rollouts whose records of experts are changed."""
+    arrays = load_file(file)
+    arrays[f"fields.{EXPERTS}"] = np.ascontiguousarray(change(arrays[f"fields.{EXPERTS}"]))
+    with safe_open(file, "numpy") as content:
+        save_file(arrays, path, content.metadata())
+    return path
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda experts: np.concatenate([experts, experts], -2),  # four layers
+        lambda experts: experts[..., :1],  # of a model whose tokens pass one expert
+        lambda experts: experts + 1,  # counted from 1
+        lambda experts: experts - 1,
+    ],
+    ids=["layers", "k", "from one", "negative"],
+)
+def test_experts_of_another_model_are_refused_before_anything_is_trained(
+    run, base, tmp_path, change
+):
+    file = with_experts(tmp_path / "x.safetensors", min((run.path / "rollouts").iterdir()), change)
+    changes = {"model.path": base, "train.steps": 1}
+    with pytest.raises(InputError, match=r"x\.safetensors: fields\.experts has experts -?\d+ to"):
+        setup(small_run.config(tmp_path / "r", **changes), rollouts=[file])
+
+
+def test_a_model_without_experts_replays_what_a_model_with_them_has_drawn(run, tmp_path):
+    file = min((run.path / "rollouts").iterdir())
+    finished = loop.train(small_run.config(tmp_path / "r", **{"train.steps": 1}), rollouts=[file])
+    (line,) = small_run.metrics(finished.path)
+    assert "routing/load" not in line
+    assert np.isfinite(line["loss"])

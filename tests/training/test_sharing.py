@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,6 +112,26 @@ def test_noise_is_what_training_sees_and_evaluation_does_not(tmp_path):
     assert abs(np.mean(shares) - 0.25) < 0.22
     for line in run.metrics:
         assert line.get("eval/pass@1", 0) == 0
+
+
+def test_an_update_is_shared_by_runs_that_have_room_for_as_many_tokens(tmp_path, monkeypatch):
+    """What a run keeps beside an update is no part of its keys, and decides how long it may be."""
+    shared, fit = Shared(), memory.fitting_geometry
+    steps = []
+    for name, part in {"grpo": 1, "sign": 2, "dr_grpo": 1}.items():
+
+        def fitting(*arguments: Any, part: int = part) -> Any:
+            geometry = fit(*arguments)
+            return geometry._replace(tokens=geometry.tokens // part)
+
+        monkeypatch.setattr(memory, "fitting_geometry", fitting)
+        read = config(tmp_path / name, recipe=name)
+        run = setup.setup(read, share=shared.for_config(read))
+        steps.append((run.blueprint.geometry.tokens, run.steps.update_program))
+    (wide, first), (narrow, second), (_, third) = steps
+    assert wide == 2 * narrow
+    assert first is third
+    assert first is not second
 
 
 def test_an_engine_leaves_room_for_what_each_run_that_shares_it_keeps(tmp_path, monkeypatch):

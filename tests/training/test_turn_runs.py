@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 
+import jax
 import numpy as np
 import psutil
 import pytest
@@ -16,13 +17,17 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from jaxgrpo import evaluate, probe, sample
+from jaxgrpo.cli import make_base
 from jaxgrpo.cli.main import main
 from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import ConfigError, InputError
+from jaxgrpo.models import decoder
+from jaxgrpo.models.hf import folders
 from jaxgrpo.rewards.python import choose
 from jaxgrpo.training import loop
 from jaxgrpo.training.records.reading import read_samples
 from jaxgrpo.training.records.rollout_files import load as load_rollouts
+from jaxgrpo.training.setup import setup
 
 CODE = '''
 import os
@@ -271,8 +276,35 @@ def test_saved_rollouts_that_were_rewritten_are_trained_on_as_in_their_run(tmp_p
     del again["environment"], again["data"]["history"]
     again["rollout"] = {k: v for k, v in again["rollout"].items() if not k.startswith("max_turn")}
     del again["rollout"]["call_format"]
+    # The files say that there are rewritten conversations, and not the config.
+    assert not setup(configs.from_dict(again)).blueprint.geometry.has_forks
+    assert setup(configs.from_dict(again), rollouts=files).blueprint.geometry.has_forks
     replayed = loop.train(configs.from_dict(again), rollouts=files)
     assert replayed.summary["parameter_hash"] == run.summary["parameter_hash"]
+    tokenizer = folders.read_tokenizer(small_run.base())
+    hybrid = decoder.build(make_base.base_config(len(tokenizer), 32, family="qwen3_5_text"))
+    params = jax.jit(hybrid.init)(jax.random.key(0))
+    folders.save_model(hybrid, params, tmp_path / "hybrid", tokenizer=tokenizer)
+    again["model"] = {"path": str(tmp_path / "hybrid")}
+    with pytest.raises(InputError, match=r"or files of rollouts with fields\.turn:fork"):
+        setup(configs.from_dict(again), rollouts=files)
+
+
+@pytest.mark.slow
+def test_methods_of_an_atlas_read_what_files_of_rollouts_hold(tmp_path, mine):
+    changes = {**way("trl", mine), "recipe": "grpo", "atlas": {"methods": ["gigpo"], "every": 1}}
+    run = train(tmp_path, mine, **changes, **{"train.steps": 1})
+    files = sorted((run.path / "rollouts").iterdir())
+    again = options(tmp_path / "again", mine, **changes, **{"train.steps": 1})
+    replayed = loop.train(configs.from_dict(again), rollouts=files)
+    (expected,), (line,) = small_run.metrics(run.path), small_run.metrics(replayed.path)
+    assert line["atlas/norm/gigpo"] == expected["atlas/norm/gigpo"] > 0
+    with safe_open(files[0], "numpy") as file:
+        arrays, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    del arrays["fields.turn_reward"]
+    save_file(arrays, tmp_path / "less.safetensors", metadata)
+    with pytest.raises(InputError, match=r"gigpo: reads turn_reward, which the run's method does"):
+        setup(configs.from_dict(again), rollouts=[tmp_path / "less.safetensors"])
 
 
 @pytest.mark.full

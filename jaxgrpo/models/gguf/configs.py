@@ -119,7 +119,7 @@ def _sizes(fields: Fields, name: str, gguf: Gguf) -> dict[str, Any]:
 def _rope(fields: Fields, name: str, gguf: Gguf) -> dict[str, Any]:
     """Theta, and how angles are scaled for texts longer than the model was trained on."""
     theta = fields.take(f"{name}.rope.freq_base", "positive", 10_000.0)
-    kind = fields.take(f"{name}.rope.scaling.type", "text", "none")
+    kind = fields.take(f"{name}.rope.scaling.type", "text", "linear")
     factor = fields.take(f"{name}.rope.scaling.factor", "positive", 1.0)
     original = f"{name}.rope.scaling.original_context_length"
     scaling: dict[str, Any] = {}

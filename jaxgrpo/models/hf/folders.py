@@ -113,8 +113,6 @@ def read_tokenizer(path: str | os.PathLike[str]) -> Any:
 
     Raises: InputError if the folder holds none that can be read.
     """
-    from transformers import AutoTokenizer
-
     folder = find_folder(path)
 
     def problem(error: Exception) -> str:
@@ -124,14 +122,11 @@ def read_tokenizer(path: str | os.PathLike[str]) -> Any:
             f"tokenizer_config.json, as tokenizer.save_pretrained writes, {IN_A_COPY}"
         )
 
-    read = functools.partial(
-        AutoTokenizer.from_pretrained, folder, local_files_only=True, trust_remote_code=False
-    )
     with refusing(problem):  # transformers, tokenizers and json raise many kinds
         absent.refuse_pointers(folder / name for name in texts.TOKENIZER_FILES)
         try:
             _try_normalizer(folder / "tokenizer.json")
-            tokenizer = limits.left_after(SECONDS, read)
+            tokenizer = limits.left_after(SECONDS, functools.partial(_read_tokenizer, folder))
         except (limits.TimedOut, subprocess.TimeoutExpired):
             raise TimeoutError(f"it takes more than {SECONDS:g} s") from None
     if not texts.has_vocabulary(folder, getattr(tokenizer, "vocab_files_names", {})):
@@ -141,6 +136,21 @@ def read_tokenizer(path: str | os.PathLike[str]) -> Any:
         )
     if not getattr(tokenizer, "chat_template", None):
         tokenizer.chat_template = texts.processor_template(folder)
+    return tokenizer
+
+
+def _read_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a folder, as transformers reads it where mistral-common is not installed.
+
+    Where it is, a folder with tekken.json gets mistral-common's. That one leaves out of its
+    vocabulary what is part of a character, and has no chat template.
+    """
+    from transformers import AutoTokenizer, TokenizersBackend
+
+    options: Any = {"local_files_only": True, "trust_remote_code": False}
+    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    if type(tokenizer).__name__ == "MistralCommonBackend":
+        return TokenizersBackend.from_pretrained(folder, **options)
     return tokenizer
 
 

@@ -185,10 +185,7 @@ def capacity(
 def _token_bytes(kinds: Sequence[LayerKind], settings: SamplingSettings) -> int:
     """Bytes of a sample for each of its tokens, beside keys and values."""
     recorded = record_shapes(kinds, settings.support, settings.records_experts)
-    record_bytes = sum(
-        math.prod(shape) * jnp.dtype(records.DTYPES[name]).itemsize for name, shape in recorded
-    )
-    return PER_TOKEN + 4 * (settings.early_stop is not None) + record_bytes
+    return PER_TOKEN + 4 * (settings.early_stop is not None) + records.token_bytes(recorded)
 
 
 def state_bytes(kinds: Sequence[LayerKind], dtype: str, tensor: int) -> list[int]:

@@ -35,7 +35,8 @@ from jaxgrpo.core.types import (
 )
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.storage import checksum
-from jaxgrpo.models.api import ModelConfig
+from jaxgrpo.models import routing
+from jaxgrpo.models.api import ExpertsKind, LayerKind, ModelConfig
 from jaxgrpo.rewards import RewardLog
 from jaxgrpo.rollout import trees
 from jaxgrpo.rollout.batch import Drawing
@@ -75,6 +76,16 @@ class Replay(NamedTuple):
     fields: tuple[frozenset[str], ...]
     data: PromptData  # their prompts, each once
     load: Callable[[int], Rollouts]  # file -> host arrays in the sizes of the config
+
+    @property
+    def common_fields(self) -> frozenset[str]:
+        """Those that all files hold."""
+        return frozenset.intersection(*self.fields)
+
+    @property
+    def has_forks(self) -> bool:
+        """Whether some sample may hold a rewritten conversation."""
+        return any(FORK in names for names in self.fields)
 
 
 def replay_config(
@@ -141,7 +152,8 @@ def read_files(
     remedy = "leave the key out of the config, in a copy of it that you give by --config"
     refuse_excluded("replay", rollout, remedy)
     load = functools.partial(
-        rollout_files.load,
+        _load_own,
+        kinds=model.kinds,
         vocab_size=model.vocab_size,
         end_tokens=end_tokens,
         without_text=model.without_text,
@@ -221,6 +233,30 @@ def decisive_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
     if keys["reference.reset_patience"]:  # evaluations decide when the reference is reset
         decisive |= {name: value for name, value in keys.items() if name.startswith("eval.")}
     return decisive | {"weights": [reward.get("weight", 1.0) for reward in keys["rewards"]]}
+
+
+def _load_own(path: Path, kinds: Sequence[LayerKind], **checks: Any) -> Rollouts:
+    """The rollouts of a file, without the experts of another model where this one has none.
+
+    Raises: InputError where they cannot be those of its layers, or the file is wrong.
+    """
+    rollouts = rollout_files.load(path, **checks)
+    if records.EXPERTS not in rollouts.fields:
+        return rollouts
+    sizes, experts = routing.recorded(kinds), np.asarray(rollouts.fields[records.EXPERTS])
+    if sizes is None:
+        plain = records.without(rollouts.fields, {*records.DTYPES} - {records.EXPERTS})
+        return dataclasses.replace(rollouts, fields=plain)
+    feeds = [kind.feed for kind in kinds if isinstance(kind.feed, ExpertsKind)]
+    numbers, shape = [feed.number for feed in feeds], experts.shape[3:]
+    is_fitting = shape == sizes and (experts < np.array(numbers)[:, None]).all()
+    if not (is_fitting and (experts >= records.NONE).all()):
+        raise InputError(
+            f"{path}: fields.{records.EXPERTS} has experts {experts.min()} to {experts.max()} in "
+            f"(layers, experts of a token) = {shape}, but the model has {max(numbers)} experts in "
+            f"{sizes}: replay it with the model that drew the samples, or take the field out"
+        )
+    return rollouts
 
 
 def _prompts(path: Path, rollouts: Any) -> list[tuple[tuple[int, bytes], np.ndarray]]:

@@ -35,7 +35,7 @@ from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.answers import FORCED, MASK, THOUGHT, Answers
 from jaxgrpo.rollout.batch import Drawing
-from jaxgrpo.rollout.dialogue import FORK, TURN
+from jaxgrpo.rollout.dialogue import TURN
 from jaxgrpo.rollout.drift import DRIFT, Drift
 from jaxgrpo.rollout.experience import Rank
 from jaxgrpo.rollout.goals import Goals, with_goals
@@ -88,9 +88,10 @@ def make_rollout_source(
     draw_groups: Callable[..., Drawing],
     rewards: Sequence[Reward],
     brought: Mapping[str, Any] = {},
+    replayed: Set[str] = frozenset(),
 ) -> RolloutSource:
-    """The prompt policy with what draws and rewards, or the files of a replay. `brought` holds the
-    shapes of fields that drawing and the collector add.
+    """The prompt policy with what draws and rewards, or the files of a replay. `brought`: shapes of
+    fields that drawing and the collector add; `replayed`: fields of files read beside the method's.
 
     Raises: InputError where the method reads a field that nothing brings, or files lack a reward.
     """
@@ -104,17 +105,16 @@ def make_rollout_source(
         needs |= {FORCED, THOUGHT, MASK, REACHED} if scored else set()
         support, proximal = blueprint.sampling.support, blueprint.objective.proximal
         needs |= needed_support(run_inputs.replay, support > 0, proximal == "behavior")
-        return _replayed(run_inputs.replay, names, needs, blueprint.scores, trace)
-    mesh, temperature = blueprint.samples_on, blueprint.sampling.temperature
+        return _replayed(run_inputs.replay, names, needs | replayed, blueprint.scores, trace)
+    mesh, sums, sampling = blueprint.samples_on, sums_scored(chain), blueprint.sampling
     model = pretrained.model_on(mesh)
-    rank = make_rank(model, mesh, temperature) if DRIFT in brought else None
-    sums = sums_scored(chain)
+    rank = make_rank(model, mesh, sampling.temperature) if DRIFT in brought else None
     policy, prefixes = _make_policy(rollout, run_inputs, rewards, train.seed, rank, sums)
-    read, ends = chain.needs | policy.needs, blueprint.sampling.stop_tokens
+    read, ends = chain.needs | policy.needs, sampling.stop_tokens
     _refuse_whole_samples(geometry.has_forks, read | needs, blueprint.scores)
     answers = inputs.load_answers(data, rollout, pretrained, read, ends, rows)
     longest = answers.longest if answers else 0
-    score_answers = make_answer_scorer(policy, longest, model, mesh, geometry, temperature)
+    score_answers = make_answer_scorer(policy, longest, model, mesh, geometry, sampling.temperature)
     columns = methods.needed_columns(needs.difference(brought), rows, rewards, blueprint.scores)
     model_for = blueprint.policy_model
     score_columns, functions = prompted.read_prompts(scores, rollout, run_inputs, model_for, names)
@@ -267,8 +267,7 @@ def _replayed(
     trace: Callable[[Any], None],
 ) -> RolloutSource:
     """The files of a replay, whose fields the method can read."""
-    has_forks = any(FORK in names for names in replay.fields)
-    _refuse_whole_samples(has_forks, needs, scores)
+    _refuse_whole_samples(replay.has_forks, needs, scores)
     fields = needs - scores.keys() - {*rewards}
     fields |= {prompt_field(score.prompt) for score in scores.values() if score.prompt is not None}
     fields |= {choice_field(name) for name, score in scores.items() if score.policies}
