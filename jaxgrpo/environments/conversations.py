@@ -341,7 +341,7 @@ def check_rows(kinds: Mapping[str, Kind], rows: Sequence[Mapping[str, Any]]) -> 
     unchecked = {*kinds}
     for number, row in enumerate(rows):
         name = _kind_name(kinds, row)
-        if name not in [*kinds]:  # it may be no text
+        if not isinstance(name, str) or name not in kinds:
             names = ", ".join(sorted(kinds))
             if "environment" not in row:
                 hint = suggest("environment", row)

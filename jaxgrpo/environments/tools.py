@@ -248,7 +248,7 @@ def join_blocks(value: Any) -> str | None:
     'It is 3.'
     >>> join_blocks([{"type": "car", "name": "T"}])
     """
-    if not value or not isinstance(value, list) or not all(map(_is_block, value)):
+    if not isinstance(value, list) or not value or not all(map(_is_block, value)):
         return None
     kinds = [block["type"] for block in value]
     if strays := [kind for kind in kinds if kind != "text"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 from small_environments import Counter, Guess, kind
 
@@ -79,6 +80,11 @@ class Talks(Counter):
         return ["hello"]
 
 
+class Draws(Counter):
+    def reset(self, **row):
+        return np.zeros(2)
+
+
 class Slow(Counter):
     def up(self) -> str:
         """Takes long."""
@@ -119,6 +125,7 @@ def play(factory):
     [
         (Raises, "reset raised KeyError: 'board'"),
         (Talks, "reset returned a list: return a text or None"),
+        (Draws, "reset returned a ndarray: return a text or None"),
         (Shows, "reset returned 200000 characters: return at most 100000"),
         (Slow, "up took more than 0.2 s"),
         (Judges, "get_reward returned the reward 'good': return a number"),

@@ -9,6 +9,7 @@ import threading
 import time
 
 import chatting
+import numpy as np
 import pytest
 from small_environments import Counter, Guess, kind
 
@@ -309,6 +310,8 @@ def test_rows_name_one_of_several_environments():
     check_rows(kinds, [{"environment": "game"}, {"environment": "guess"}])
     with pytest.raises(InputError, match=r"row 1: .* holds 'gam': write one of game, guess"):
         check_rows(kinds, [{"environment": "game"}, {"environment": "gam"}])
+    with pytest.raises(InputError, match=r"row 0: .* holds array\(.*: write one of game, guess"):
+        check_rows(kinds, [{"environment": np.array(["game", "game"])}])
     with pytest.raises(InputError, match=r"no column .environment. \(Known: prompt"):
         check_rows(kinds, [{"prompt": "x"}])
     check_rows({"": kind(Counter)}, [{"prompt": "x"}])

@@ -8,6 +8,8 @@ import time
 import types
 import warnings
 
+import numpy as np
+import pandas as pd
 import pytest
 from called import add, fail, later
 
@@ -108,6 +110,14 @@ def test_content_blocks_are_their_texts():
     assert [result.text for result in results[:2]] == ["It is 3.", str(cars)]
     assert "it returned content of type 'image': models read texts alone" in results[2].text
     assert [result.problem for result in results] == ["", "", "raised"]
+
+
+def test_an_array_or_a_table_answers_with_its_text():
+    """Neither has one truth value."""
+    values = np.arange(3), pd.DataFrame({"price": [1, 2]}), np.zeros(0), []
+    tools = {str(n): lambda value=value: value for n, value in enumerate(values)}
+    results = run_calls([Call(name, {}) for name in tools], tools, 5.0)
+    assert [(result.text, result.problem) for result in results] == [(str(v), "") for v in values]
 
 
 class Slow:
