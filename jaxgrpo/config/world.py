@@ -162,6 +162,11 @@ class World(NamedTuple):
             names = [self.answering.rules.name]
         return [Reward(name, _environment_reward(name)) for name in names]
 
+    def scorer(self) -> Reward:
+        """What judges samples by the environment of their row, whatever its class is."""
+        names = [reward.name for reward in self.rewards()]
+        return Reward(names[0] if len(names) == 1 else "environment", _environment_reward(None))
+
 
 def make_world(
     tools: Sequence[str | Callable[..., Any]],
@@ -383,12 +388,12 @@ def _is_series(value: Any) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, (str, Mapping))
 
 
-def _environment_reward(name: str) -> Callable[..., list[float]]:
-    """The reward that environments of a class give, asked for side by side. Samples of others get 0
-    of it, which adds nothing: as unscored they would have no sum of rewards."""
+def _environment_reward(name: str | None) -> Callable[..., list[float]]:
+    """The reward that environments of a class give, None: of any, asked for side by side. Samples
+    of others get 0 of it, which adds nothing: as unscored they would have no sum of rewards."""
 
     def sample_reward(talk: Conversation) -> float:
-        return talk.reward() if talk.name == name else 0.0
+        return talk.reward() if name in (None, talk.name) else 0.0
 
     def reward(conversations: Sequence[Conversation]) -> list[float]:
         with ThreadPoolExecutor(THREADS, thread_name_prefix="jaxgrpo-rewards") as threads:

@@ -93,18 +93,23 @@ def resolve_scorer(
     keys: Sequence[RewardKeys],
     max_completion_tokens: int,
     rewards: Sequence[Reward] = (),
+    world: World | None = None,
 ) -> Reward:
-    """What judges success in evaluations: `eval.scorer`, else the first reward, never flipped.
+    """What judges success in evaluations: `eval.scorer`, else the first reward, never flipped, else
+    the environment of each row.
 
     Args:
       use: `eval.scorer`.
       keys: of the config's rewards, of which only the first is loaded, and only if it judges.
-      rewards: of the run, if they are there already.
+      rewards: of the run, with those of environments, if they are there already.
+      world: the run's tools and environments.
     """
-    if use is None:
-        rewards = rewards or resolve_rewards(keys[:1], max_completion_tokens)
-        return rewards[0]._replace(flip=0.0)
-    return Reward(own_code.short_name(use), _function(use, {}, max_completion_tokens))
+    if use is not None:
+        return Reward(own_code.short_name(use), _function(use, {}, max_completion_tokens))
+    rewards = rewards or resolve_rewards(keys[:1], max_completion_tokens, world=world)
+    if world is not None and len(rewards) == len(world.rewards()):  # of environments alone
+        return world.scorer()
+    return rewards[0]._replace(flip=0.0)
 
 
 LATER = ("step", "learning_rate", "flops", "reference/resets")

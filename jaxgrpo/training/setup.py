@@ -223,7 +223,7 @@ def _make_rewards(
             'rewards = [{ use = "..." }]'
         )
     if held_out is not None:
-        scorer = rewarding.resolve_scorer(eval_keys.scorer, keys, longest, rewards)
+        scorer = rewarding.resolve_scorer(eval_keys.scorer, keys, longest, rewards, world)
         check_scorer(scorer, held_out.rows[: eval_keys.prompts], world is not None)
     return rewards
 

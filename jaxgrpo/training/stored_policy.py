@@ -320,8 +320,7 @@ def resolve_judge(
     if callable(scorer):
         judge = Reward(callable_name(scorer), scorer)
     else:
-        rewards = [] if keys or world is None else world.rewards()
-        judge = resolve_scorer(use, keys, max_completion_tokens, rewards)
+        judge = resolve_scorer(use, keys, max_completion_tokens, world=world)
     if world is not None:
         world.refuse_readers([judge])
     return judge
@@ -403,7 +402,7 @@ def evaluator_for_run(run: Setup, share: Share = share_nothing) -> Evaluate:
             source = eval_source(keys, config.data)
             held_out = load_prompts(config.data, rollout.max_prompt_tokens, inputs.chat, source)
         longest = rollout.max_completion_tokens
-        scorer = resolve_scorer(keys.scorer, config.rewards, longest, run.rewards)
+        scorer = resolve_scorer(keys.scorer, config.rewards, longest, run.rewards, inputs.world)
         answering = None if inputs.world is None else inputs.world.converse
         questions = make_questions(keys, held_out, scorer, config.scorer_name, answering)
         base = find_base(run) if config.measures_kl_to_base else None

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import small_run
 from judging_program import Letters
+from small_environments import Counter
 
 from jaxgrpo.cli.inference import evaluate
 from jaxgrpo.config.world import make_world
 from jaxgrpo.core.errors import ConfigError, InputError
+from jaxgrpo.environments.conversations import Conversations
 from jaxgrpo.models.hf import folders
 from jaxgrpo.planning import preview
 from jaxgrpo.rewards import Reward, RewardError, RewardLog, TrainerState
@@ -19,7 +21,12 @@ from jaxgrpo.rollout import judging
 from jaxgrpo.training import loop, setup
 from jaxgrpo.training.checkpoints import Checkpoints
 from jaxgrpo.training.processes import process
-from jaxgrpo.training.rewarding import resolve_rewards, try_rewards, with_logged
+from jaxgrpo.training.rewarding import (
+    resolve_rewards,
+    resolve_scorer,
+    try_rewards,
+    with_logged,
+)
 from jaxgrpo.training.stored_policy import StoredPolicy
 
 pytestmark = pytest.mark.slow
@@ -218,6 +225,30 @@ def test_rewards_from_python_may_be_functions_names_and_named(tmp_path):
     world = make_world((), {"": Judge}, config.rollout, chatting.chat(), stops)
     with pytest.raises(InputError, match="'Judge' stands twice"):  # an environment's class
         resolve_rewards(config.rewards, 24, [Judge()], world=world)
+
+
+def test_evaluations_of_several_environments_judge_each_row_by_its_own(tmp_path):
+    class Shop(Counter):
+        def get_reward(self):
+            return 2.0 * self.count
+
+    config, stops = small_run.config(tmp_path / "r"), list(chatting.stop_tokens("closed"))
+    factories = {"game": Counter, "shop": Shop}
+    world = make_world((), factories, config.rollout, chatting.chat(), stops)
+    assert world is not None
+    rows = [{"prompt": "Go.", "start": 3, "environment": name} for name in ("game", "shop")]
+    talks = Conversations(world.kinds, world.chat, stops, rows)
+    talks.open([(0, 0, 0), (1, 1, 1)], 1, (1,))
+    spoken = [talks.spoken((row, 0)) for row in range(2)]
+    rewards = resolve_rewards((), 24, world=world)
+    assert [reward.function(spoken) for reward in rewards] == [[3, 0], [0, 6]]
+    for run_rewards in ((), rewards):  # a command's, and a run's
+        judge = resolve_scorer(None, (), 24, run_rewards, world)
+        assert (judge.name, judge.function(spoken)) == ("environment", [3, 6])
+    first = resolve_scorer(None, config.rewards, 24, (), world)
+    assert first.name == config.rewards[0].use
+    alone = make_world((), {"": Shop}, config.rollout, chatting.chat(), stops)
+    assert resolve_scorer(None, (), 24, (), alone).name == "Shop"
 
 
 def test_rows_without_tests_are_refused_before_a_run_of_the_reward_python(tmp_path):
