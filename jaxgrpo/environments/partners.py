@@ -221,7 +221,7 @@ def make_kind(
       processes: where environments live; None: in this one.
 
     Raises: InputError where the factory fails or gives one object twice, or what it makes is no
-      environment; and as `find_parser`.
+      environment, or one of Gym's protocol beside tools; and as `find_parser`.
     """
     if factory is None:
         parts = _typed(find_parser(), tools), seconds
@@ -237,21 +237,31 @@ def make_kind(
     is_gym &= "step" in dir(environment) or not members  # what `__getattr__` gives is no tool
     check_row = functools.partial(_check_reset, f"{where}: {name}.reset", reset, is_gym)
     if is_gym:
+        if functions:
+            raise InputError(
+                f"{where}: `step` of {name} reads the text of a turn, and no calls: leave `tools` "
+                "out, or write a class without `step` whose methods are tools"
+            )
         return Kind(name, lambda: GymPartner(seconds, *begin()), (), True, True, check_row)
-    methods = make_tools(members.values(), f"{where}: {name}")
-    twice = functions.keys() & {tool.name for tool in methods}
-    if twice:
-        raise InputError(
-            f"{where}: {name} and tools have both a tool {min(twice)!r}: rename one of them"
-        )
-    parts = _typed(find_parser(), [*tools, *methods]), seconds
+    tools += _make_methods(members, functions, f"{where}: {name}")
+    parts = _typed(find_parser(), tools), seconds
     return Kind(
         name,
         lambda: ToolPartner(functions, names, *parts, *begin()),
-        (*tools, *methods),
+        tools,
         callable(getattr(environment, "get_reward", None)),
         check_row=check_row,
     )
+
+
+def _make_methods(
+    members: Mapping[str, Any], functions: Mapping[str, Any], where: str
+) -> tuple[Tool, ...]:
+    """The tools of an environment. Raises: InputError where one has the name of another tool."""
+    methods = make_tools(members.values(), where)
+    if twice := functions.keys() & {tool.name for tool in methods}:
+        raise InputError(f"{where} and tools have both a tool {min(twice)!r}: rename one of them")
+    return (*methods,)
 
 
 def _typed(parse: Parser, tools: Sequence[Tool]) -> Parser:

@@ -299,6 +299,11 @@ def test_a_tool_and_a_method_of_one_name_are_refused():
         kind(Counter, functions={"up": print})
 
 
+def test_tools_beside_an_environment_of_gyms_protocol_are_refused():
+    with pytest.raises(InputError, match=r"environment: `step` of Guess reads .*leave `tools` out"):
+        kind(Guess, functions={"up": print})
+
+
 def test_what_reset_says_joins_the_last_message_and_leaves_the_row_alone():
     prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "Play."}]
     assert joined(prompt, " Go.")[-1]["content"] == "Play. Go."

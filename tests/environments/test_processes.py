@@ -52,7 +52,8 @@ def answers(processes, *calls, seconds=5.0):
 
 def kind(factory, processes, seconds=2.0):
     name = factory.__name__
-    tools = {} if processes is None else {"die": processes.tool("die")}
+    has_calls = processes is not None and factory is not called.Walk
+    tools = {"die": processes.tool("die")} if has_calls else {}
     return make_kind(factory, tools, (), lambda: parse, seconds, name, processes)
 
 
