@@ -103,10 +103,18 @@ def resolve_scorer(
       keys: of the config's rewards, of which only the first is loaded, and only if it judges.
       rewards: of the run, with those of environments, if they are there already.
       world: the run's tools and environments.
+
+    Raises: InputError where nothing judges.
     """
     if use is not None:
         return Reward(own_code.short_name(use), _function(use, {}, max_completion_tokens))
     rewards = rewards or resolve_rewards(keys[:1], max_completion_tokens, world=world)
+    if not rewards:
+        raise InputError(
+            "rewards: missing, and the environment has no get_reward, so nothing judges the "
+            "answers: set eval.scorer (eval --scorer, probe --reward), as gsm8k_answer, math, or "
+            "path/file.py:function"
+        )
     if world is not None and len(rewards) == len(world.rewards()):  # of environments alone
         return world.scorer()
     return rewards[0]._replace(flip=0.0)

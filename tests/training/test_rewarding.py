@@ -7,10 +7,12 @@ import chatting
 import numpy as np
 import pytest
 import small_run
+import tomli_w
 from judging_program import Letters
 from small_environments import Counter
 
 from jaxgrpo.cli.inference import evaluate
+from jaxgrpo.cli.main import main
 from jaxgrpo.config.world import make_world
 from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.environments.conversations import Conversations
@@ -249,6 +251,20 @@ def test_evaluations_of_several_environments_judge_each_row_by_its_own(tmp_path)
     assert first.name == config.rewards[0].use
     alone = make_world((), {"": Shop}, config.rollout, chatting.chat(), stops)
     assert resolve_scorer(None, (), 24, (), alone).name == "Shop"
+
+
+def test_an_environment_that_gives_no_reward_judges_no_evaluation(tmp_path, capfd):
+    """It ended in an IndexError."""
+    code, file = tmp_path / "mine.py", tmp_path / "run.toml"
+    code.write_text("class Bare:\n    def reset(self, **row):\n        return None\n")
+    tables = small_run.tables(tmp_path / "r", environment=f"{code}:Bare")
+    del tables["rewards"]
+    file.write_text(tomli_w.dumps(tables))
+    for command in ("eval", "probe"):
+        assert main([command, str(file), "--data", "task:arithmetic:test"]) == 2
+        (line,) = [line for line in capfd.readouterr().err.splitlines() if "error: " in line]
+        assert "the environment has no get_reward, so nothing judges" in line
+        assert "set eval.scorer (eval --scorer, probe --reward)" in line
 
 
 def test_rows_without_tests_are_refused_before_a_run_of_the_reward_python(tmp_path):
