@@ -316,10 +316,17 @@ def _reset_arguments(
     reset: Callable[..., Any], row: Mapping[str, Any], seed: int, is_gym: bool
 ) -> dict[str, Any]:
     """Of TRL's protocol all columns, and a seed where one is named; of Gym's a seed, and the
-    columns that are named. A column of seeds comes first."""
+    columns that are named."""
+    seeds = row_seed(row, seed)
     if is_gym:
-        return {"seed": seed} | accepted(reset, row, ())
-    return {**accepted(reset, {"seed": seed}, ("seed",)), **row}
+        return {**seeds, **accepted(reset, row, ()), **seeds}
+    return {**row, **accepted(reset, seeds, ("seed",))}
+
+
+def row_seed(row: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """The argument `seed` of a sample: its row's, where that has one; None: it has none."""
+    value = row.get("seed")
+    return {"seed": seed if value is None else value}
 
 
 def _check_reset(

@@ -25,7 +25,12 @@ from jaxgrpo.environments.conversations import (
     check_rows,
     joined,
 )
+from jaxgrpo.environments.partners import Broken
 from jaxgrpo.environments.serving.fields import Completion
+
+ROLLOUT = RolloutKeys(
+    prompts_per_step=1, group_size=2, max_prompt_tokens=8, max_completion_tokens=64
+)
 
 
 def test_trls_protocol():
@@ -50,6 +55,45 @@ def test_a_seed_is_given_where_reset_names_one():
 
     assert kind(Seeded).make().open({}, 7) == "7"
     assert kind(Seeded).make().open({"seed": 9}, 7) == "9"  # a column of the data
+
+
+def test_a_row_without_a_seed_among_rows_with_one_has_its_samples():
+    """It was None, of which nothing can be repeated."""
+
+    class Seeded(Counter):
+        def reset(self, seed, **row):
+            return f"{seed} {sorted(row)}"
+
+    class Every(Counter):
+        def reset(self, **row):
+            return str(row)
+
+    rows = load_rows([{"prompt": "a", "seed": 9}, {"prompt": "b"}], "prompt", "")
+    assert rows[1]["seed"] is None
+    assert [kind(Seeded).make().open(row, 7) for row in rows] == ["9 ['prompt']", "7 ['prompt']"]
+    assert kind(Every).make().open({"seed": None}, 7) == "{'seed': None}"  # which names none
+    partner = kind(Guess).make()
+    numbers = []
+    for seed in (1, None):
+        partner.open({"seed": seed, "low": 10}, 3)
+        numbers.append(partner.environment.number)
+    assert numbers == [11, 13]
+
+
+def test_a_program_has_a_seed_where_its_row_has_none():
+    seeds = []
+
+    def agent(base_url, seed):
+        seeds.append(seed)
+        raise ValueError("over")
+
+    stops = chatting.ids("<|end|>")
+    answers = make_world((), {"": agent}, ROLLOUT, chatting.chat(None), stops)
+    assert answers is not None
+    for row in ({"prompt": "a", "seed": 9}, {"prompt": "b", "seed": None}):
+        with pytest.raises(Broken, match="agent raised ValueError: over"):
+            answers.kinds[""].make().open(row, 7)
+    assert seeds == [9, 7]
 
 
 def test_gyms_protocol():
@@ -420,11 +464,8 @@ def test_rewards_of_environments_are_asked_for_side_by_side():
 
 
 def test_prompts_are_counted_with_the_tools_of_their_own_environment():
-    rollout = RolloutKeys(
-        prompts_per_step=1, group_size=2, max_prompt_tokens=8, max_completion_tokens=64
-    )
     factories, stops = {"game": Counter, "shop": HasTool}, chatting.ids("<|end|>")
-    answers = make_world((), factories, rollout, chatting.chat(), stops)
+    answers = make_world((), factories, ROLLOUT, chatting.chat(), stops)
     assert answers is not None
     rows = [{"prompt": "Play.", "environment": name} for name in ("game", "shop", "gaem")]
     texts = [chatting.text(ids) for ids in encode(rows, answers.first_chat)]

@@ -28,6 +28,7 @@ from jaxgrpo.environments.partners import (
     Opening,
     check_arguments,
     read_number,
+    row_seed,
 )
 from jaxgrpo.environments.serving.dialect import Dialect, Prompted, read_conversation
 from jaxgrpo.environments.serving.fields import Completion
@@ -358,7 +359,7 @@ def make_program_kind(
 
 def _arguments(program: Callable[..., Any], row: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """What a program is called with beside the URL: the columns and the seed that it names."""
-    return accepted(program, {"seed": seed, **row}, ())
+    return accepted(program, {**row, **row_seed(row, seed)}, ())
 
 
 def is_program(factory: Any) -> bool:
