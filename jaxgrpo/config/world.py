@@ -390,10 +390,12 @@ def _is_series(value: Any) -> bool:
 
 def _environment_reward(name: str | None) -> Callable[..., list[float]]:
     """The reward that environments of a class give, None: of any, asked for side by side. Samples
-    of others get 0 of it, which adds nothing: as unscored they would have no sum of rewards."""
+    of others, which may have its name and give none, get 0 of it, which adds nothing: as unscored
+    they would have no sum of rewards."""
 
     def sample_reward(talk: Conversation) -> float:
-        return talk.reward() if name in (None, talk.name) else 0.0
+        is_judged = name is None or (talk.name == name and talk.has_reward)
+        return talk.reward() if is_judged else 0.0
 
     def reward(conversations: Sequence[Conversation]) -> list[float]:
         with ThreadPoolExecutor(THREADS, thread_name_prefix="jaxgrpo-rewards") as threads:

@@ -55,6 +55,7 @@ class Conversation:
     messages: list[Message] = dataclasses.field(default_factory=list)  # the completion
     problem: str = ""  # why it cannot be scored; empty: it can
     ending: str = ""  # how a call ended its process or its time, if one did
+    has_reward: bool = True  # its environment gives one
 
     def reward(self) -> float:
         """What its environment gives; NaN: nothing, or it breaks, which `problem` then says."""
@@ -150,7 +151,8 @@ class Conversations:
             for sample in range(samples):
                 partner = self._pool[kind].pop() if self._pool[kind] else kind.make()
                 words = kind.name, partner.environment, partner.reward, self.rows[row]["prompt"]
-                self._running[ordinal, sample] = _Talk(*words, kind=kind, partner=partner)
+                talk = _Talk(*words, has_reward=kind.has_reward, kind=kind, partner=partner)
+                self._running[ordinal, sample] = talk
                 begun.append(((ordinal, sample), row, sample_seed(*seed, ordinal, sample)))
         # Environments in threads, and templates here: their limits are of the process.
         words = self._threads.map(lambda entry: self._begin(*entry), begun)

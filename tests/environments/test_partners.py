@@ -463,6 +463,21 @@ def test_rewards_of_environments_are_asked_for_side_by_side():
     assert time.monotonic() - began < 1.6  # half of what they take one after another
 
 
+def test_a_class_without_a_reward_takes_no_sample_out_that_has_the_name_of_another():
+    class Env(Counter):
+        pass
+
+    silent = type("Env", (Counter,), {"get_reward": None})
+    stops = chatting.ids("<|end|>")
+    answers = make_world((), {"math": Env, "code": silent}, ROLLOUT, chatting.chat(None), stops)
+    assert answers is not None
+    rows = [{"prompt": "Go.", "start": 3, "environment": name} for name in ("math", "code")]
+    talks = Conversations(answers.kinds, answers.chat, stops, rows)
+    talks.open([(0, 0, 0), (1, 1, 1)], 1, (1,))
+    (reward,) = answers.rewards()
+    assert reward.function([talks.spoken((row, 0)) for row in range(2)]) == [3, 0]
+
+
 def test_prompts_are_counted_with_the_tools_of_their_own_environment():
     factories, stops = {"game": Counter, "shop": HasTool}, chatting.ids("<|end|>")
     answers = make_world((), factories, ROLLOUT, chatting.chat(), stops)
