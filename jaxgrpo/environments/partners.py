@@ -188,7 +188,7 @@ class GymPartner:
         """Nothing but the text is read."""
 
     def read(self, text: str) -> Reading:
-        return Reading(text, [])
+        return _without_calls(text)
 
     def answer(self, text: str) -> Answer:
         step = _within(self._caller, self.environment.step)
@@ -216,7 +216,7 @@ def make_kind(
     Args:
       factory: makes an environment; None: there are tools alone.
       functions: name -> tool beside the environment's.
-      find_parser: gives the parser of calls, which Gym's protocol has none of.
+      find_parser: gives the parser of calls, where there is something to call.
       where: opens messages.
       processes: where environments live; None: in this one.
 
@@ -244,10 +244,10 @@ def make_kind(
             )
         return Kind(name, lambda: GymPartner(seconds, *begin()), (), True, True, check_row)
     tools += _make_methods(members, functions, f"{where}: {name}")
-    parts = _typed(find_parser(), tools), seconds
+    parse = _typed(find_parser(), tools) if functions or members else _without_calls
     return Kind(
         name,
-        lambda: ToolPartner(functions, names, *parts, *begin()),
+        lambda: ToolPartner(functions, names, parse, seconds, *begin()),
         tools,
         callable(getattr(environment, "get_reward", None)),
         check_row=check_row,
@@ -262,6 +262,11 @@ def _make_methods(
     if twice := functions.keys() & {tool.name for tool in methods}:
         raise InputError(f"{where} and tools have both a tool {min(twice)!r}: rename one of them")
     return (*methods,)
+
+
+def _without_calls(text: str) -> Reading:
+    """A turn where there is nothing to call."""
+    return Reading(text, [])
 
 
 def _typed(parse: Parser, tools: Sequence[Tool]) -> Parser:
