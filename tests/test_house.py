@@ -278,10 +278,10 @@ LINES = {
     "data": 2704,  # with four tasks of experiments, four of several turns, and reasoning-gym's
     "models": 8638,  # with kernels for GPUs, 8 bits, 2,600 of kinds, experts, latents and families
     "rewards": 2604,  # with two sandboxes, what runs in one of them, and forks for calls
-    "environments": 2707,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
+    "environments": 2723,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
     "rollout": 4730,  # with turns, samples that wait beside their slots, recorded experts
     "update": 2496,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
-    "config": 2755,  # with tools and environments, other methods by name, scores of several models
+    "config": 2757,  # with tools and environments, other methods by name, scores of several models
     "evaluation": 760,  # with how two judgements agree
     "training": 8835,  # 127 of it faults around a run; conversations, damaged runs, sampled memory
     "planning": 1857,  # 110 of it what compiled programs move, which benchmarks had

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import time
 
+import chatting
 import numpy as np
 import pytest
 from small_environments import Counter, Guess, kind
 
+from jaxgrpo.config.keys import RolloutKeys
+from jaxgrpo.config.world import make_world
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.environments.calls import Reading
 from jaxgrpo.environments.partners import Broken
 
 
@@ -35,6 +40,32 @@ def test_a_step_that_is_found_in_no_list_of_names_makes_no_environment_of_tools_
     assert [tool.name for tool in wrapping.tools] == ["up"]
     assert not wrapping.answers_last
     assert kind(WrapsAlone).answers_last
+
+
+class Judge:
+    """It has nothing to call."""
+
+    def reset(self, **row):
+        return " Say hi."
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+def test_an_environment_without_tools_needs_no_template_that_writes_calls():
+    stops = chatting.ids("<|end|>")
+    rollout = RolloutKeys(
+        prompts_per_step=1, group_size=2, max_prompt_tokens=8, max_completion_tokens=64
+    )
+    answers = make_world((), {"": Judge}, rollout, chatting.chat("deaf"), stops)
+    assert answers is not None
+    partner = answers.kinds[""].make()
+    assert partner.open({}, 0) == " Say hi."
+    answer = partner.answer(' <tool_call>{"name": "up"}</tool_call>')
+    assert (answer.messages, answer.calls, partner.reward()) == ([], 0, 1)
+    assert answer.reading == Reading(' <tool_call>{"name": "up"}</tool_call>', [])
+    with pytest.raises(InputError, match="the chat template shows none of"):
+        make_world((), {"": Counter}, rollout, chatting.chat("deaf"), stops)
 
 
 def test_an_object_that_lacks_a_tool_answers_that_there_is_none():

@@ -348,29 +348,6 @@ def test_tools_beside_an_environment_of_gyms_protocol_are_refused():
         kind(Guess, functions={"up": print})
 
 
-class Judge:
-    """It has nothing to call."""
-
-    def reset(self, **row):
-        return " Say hi."
-
-    def get_reward(self) -> float:
-        return 1.0
-
-
-def test_an_environment_without_tools_needs_no_template_that_writes_calls():
-    stops = chatting.ids("<|end|>")
-    answers = make_world((), {"": Judge}, ROLLOUT, chatting.chat("deaf"), stops)
-    assert answers is not None
-    partner = answers.kinds[""].make()
-    assert partner.open({}, 0) == " Say hi."
-    answer = partner.answer(' <tool_call>{"name": "up"}</tool_call>')
-    assert (answer.messages, answer.calls, partner.reward()) == ([], 0, 1)
-    assert answer.reading == Reading(' <tool_call>{"name": "up"}</tool_call>', [])
-    with pytest.raises(InputError, match="the chat template shows none of"):
-        make_world((), {"": Counter}, ROLLOUT, chatting.chat("deaf"), stops)
-
-
 def test_what_reset_says_joins_the_last_message_and_leaves_the_row_alone():
     prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "Play."}]
     assert joined(prompt, " Go.")[-1]["content"] == "Play. Go."

@@ -52,8 +52,8 @@ def answers(processes, *calls, seconds=5.0):
 
 def kind(factory, processes, seconds=2.0):
     name = factory.__name__
-    has_calls = processes is not None and factory is not called.Walk
-    tools = {"die": processes.tool("die")} if has_calls else {}
+    has_tools = factory is not called.Walk  # which is Gym's
+    tools = {"die": processes.tool("die")} if processes is not None and has_tools else {}
     return make_kind(factory, tools, (), lambda: parse, seconds, name, processes)
 
 
