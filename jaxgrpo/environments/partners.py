@@ -324,7 +324,7 @@ def _reset_arguments(
     columns that are named."""
     seeds = row_seed(row, seed)
     if is_gym:
-        return {**seeds, **accepted(reset, row, ()), **seeds}
+        return {**accepted(reset, row, ()), **seeds}
     return {**row, **accepted(reset, seeds, ("seed",))}
 
 
