@@ -10,10 +10,12 @@ import atexit
 import builtins
 import functools
 import importlib.util
+import re
+import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from jaxgrpo.rewards.programs import (
     MEMORY,
@@ -32,6 +34,16 @@ SHOW = "print(repr(_value))"
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _OVERRIDE = "def {0}(*args, **kwargs):\n    return _program_{0}(*args, **kwargs)\n"
 UNSUPPORTED = ("NotImplementedError", "ModuleNotFoundError")
+# Monty has no EOFError and none can be brought in. Nothing that reads raises a SyntaxError.
+ALIASES = "IOError = EnvironmentError = OSError\nEOFError = SyntaxError\n"
+_ABSENT = re.compile(
+    r"name '(?P<name>\w+)' is not defined"
+    r"|module '(?P<module>[\w.]+)' has no attribute '(?P<attribute>\w+)'"
+    r"|cannot import name '(?P<part>\w+)' from '(?P<whence>[\w.]+)'.*"
+    r"|(?:type object )?'(?P<type>\w+)'(?: object)? has no attribute '(?P<method>\w+)'"
+    r"|(?P<fault>Internal error in monty: .*)"
+)
+"""What Monty says where it lacks something, or a program has made a mistake"""
 
 
 def find_problem() -> str | None:
@@ -61,18 +73,22 @@ def run(program: str, stdin: str, seconds: float, shows_value: bool) -> Printed:
         del prompt
         line = next(lines, None)
         if line is None:
-            raise EOFError("EOF when reading a line")
+            raise SyntaxError("EOF when reading a line")  # see ALIASES
         return line
 
     with _checkout(seconds, len(texts) + SUSPENSIONS) as session:
-        names = {} if shows_value else {"input": read_line}
+        names = ENDS if shows_value else {**ENDS, "input": read_line}
         try:
+            if not shows_value:
+                session.feed_run(ALIASES)
             value = session.feed_run(program, external_lookup=names, print_callback=printed)
             if shows_value and value is not None:
                 _show(session, value, printed)
         except MontyError as error:
-            message = f"{_message(error)}\n" if shows_value else ""
             problem = _problem(error)
+            if _name(error) == "SystemExit":
+                return Printed(printed.output, problem)
+            message = f"{_message(error)}\n" if shows_value else ""
             is_shown = shows_value and problem in ("failed", "unsupported")
             return Printed(printed.output + message, "" if is_shown else problem)
         except (TypeError, ValueError) as error:  # a value that does not get out or in
@@ -102,7 +118,9 @@ def judge(program: str, tests: Tests, seconds: float, stops: bool) -> Verdict:
     total, pairs = len(tests.cases), _pool().pairs
     with pairs, _checkout(seconds) as solver, _checkout(seconds, CALLS) as judging:
         try:
-            solver.feed_run(program, inputs={"__name__": "program"}, print_callback=_drop)
+            solver.feed_run(ALIASES)
+            inputs = {"__name__": "program"}
+            solver.feed_run(program, inputs=inputs, external_lookup=ENDS, print_callback=_drop)
         except MontyError as error:
             return Verdict(0, total, _problem(error))
         except ValueError:  # the value of a last expression, which no test reads
@@ -112,22 +130,22 @@ def judge(program: str, tests: Tests, seconds: float, stops: bool) -> Verdict:
         names |= {f"_program_{name}": function for name, function in names.items()}
         # Monty looks its built-in functions up first.
         hidden = [name for name in tests.functions if hasattr(builtins, name)]
-        setup = "".join(map(_OVERRIDE.format, hidden)) + tests.setup
+        setup = ALIASES + "".join(map(_OVERRIDE.format, hidden)) + tests.setup
         passed = 0
         for number, case in enumerate((setup, *tests.cases)):
-            count, error_name = calls.count, ""
+            count, is_raised, is_lacking = calls.count, False, False
             try:
                 judging.feed_run(f"{case}\nNone", external_lookup=names, print_callback=_drop)
             except MontyError as error:
-                error_name = _name(error) or "MontyError"
+                is_raised, is_lacking = True, not number or _is_lacking(error)
             # What Monty does not have is missed before a function of the program is called.
-            is_lacking = error_name in UNSUPPORTED or (not number and error_name)
             if is_lacking and calls.count == count:
                 return Verdict(0, total, "broken")
-            passed += number > 0 and not error_name and not calls.problem
-            if calls.problem or (error_name and (stops or not number)):
+            passed += number > 0 and not is_raised and not calls.problem
+            if calls.problem or (is_raised and (stops or not number)):
                 break
-    return Verdict(passed, total, calls.problem)
+    lack = "unsupported" if calls.is_lacking and passed < total else ""
+    return Verdict(passed, total, calls.problem or lack)
 
 
 class _Calls:
@@ -135,11 +153,11 @@ class _Calls:
 
     def __init__(self, solver: Any, seconds: float):
         self._solver, self._end = solver, time.monotonic() + seconds
-        self.count, self.problem = 0, ""
+        self.count, self.problem, self.is_lacking = 0, "", False
 
     def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Its value. Raises: what it raises; TypeError for what is no plain value."""
-        from pydantic_monty import MontyError, MontyRuntimeError
+        from pydantic_monty import MontyError
 
         self.count += 1
         if self.problem or time.monotonic() > self._end:
@@ -148,14 +166,17 @@ class _Calls:
         inputs = {"_args": args, "_kwargs": kwargs}
         code = f"{name}(*_args, **_kwargs)"
         try:
-            value = self._solver.feed_run(code, inputs=inputs, print_callback=_drop)
-        except MontyRuntimeError as error:
-            if _problem(error) == "stopped":
-                self.problem = "stopped"
-            raise error.exception() from None
+            value = self._solver.feed_run(
+                code, inputs=inputs, external_lookup=ENDS, print_callback=_drop
+            )
         except MontyError as error:
-            self.problem = "stopped"
-            raise TimeoutError(_message(error)) from None
+            problem = _problem(error)
+            self.is_lacking |= problem == "unsupported"
+            if problem == "stopped":
+                self.problem = problem
+            if not _name(error):
+                raise TimeoutError(_message(error)) from None
+            raise error.exception() from None
         if not _is_plain(value):
             raise TypeError("the function returned what is no plain value")
         return value
@@ -191,9 +212,38 @@ def _name(error: Any) -> str:
 def _problem(error: Any) -> str:
     """The `Printed.problem` of what Monty raised."""
     name = _name(error)
-    if name in UNSUPPORTED:
+    if _is_lacking(error):
         return "unsupported"
+    if name == "SystemExit" and not str(error.exception()):
+        return ""
     return "stopped" if name in ("", "TimeoutError", "MemoryError") else "failed"
+
+
+def _is_lacking(error: Any) -> bool:
+    """Whether a program failed for want of what Python has and Monty has not.
+
+    What a module has is looked up where this process has loaded it, and nothing is loaded.
+    """
+    name = _name(error)
+    absent = _ABSENT.fullmatch(str(error.exception())) if name else None
+    if absent is None or absent["fault"]:
+        return name in UNSUPPORTED or absent is not None
+    if absent["name"]:
+        return absent["name"] in {*dir(builtins), *ENDS}
+    if absent["type"]:
+        return hasattr(getattr(builtins, absent["type"], None), absent["method"])
+    module = absent["module"] or absent["whence"]
+    is_loaded = module in sys.modules and module.partition(".")[0] in sys.stdlib_module_names
+    return is_loaded and hasattr(sys.modules[module], absent["attribute"] or absent["part"])
+
+
+def _leave(code: Any = None) -> NoReturn:
+    """Ends a program. Raises: SystemExit, of which Monty keeps a text: empty where all is well."""
+    raise SystemExit("" if code in (None, 0) else str(code))
+
+
+ENDS = {"exit": _leave, "quit": _leave}
+"""Functions that Monty has not"""
 
 
 def _message(error: Any) -> str:
