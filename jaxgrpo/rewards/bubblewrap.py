@@ -221,7 +221,8 @@ def _mounts(python: str) -> Iterator[str]:
     """The files that are there: Python, the libraries of the system, and /dev/null.
 
     Not installed packages, and not ctypes, by which a program could call the system directly:
-    neither those of this Python nor of another one beside it, as the system's.
+    neither those of this Python nor of another one beside it, as the system's. Where ctypes is no
+    file but a part of Python, the program inside refuses it.
     """
     bases = dict.fromkeys(("base", "platbase", "installed_base", "installed_platbase"))
     paths = sysconfig.get_paths(vars=dict.fromkeys(bases, sys.base_prefix))

@@ -273,6 +273,47 @@ def test_a_program_may_end_by_exit_and_quit(word, exit_code):
     assert run_bare(code, "run", "0", str(len(code))) == expected
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import ctypes",
+        "import _ctypes",
+        "class Name(str):\n    __hash__ = str.__hash__\n    __eq__ = lambda *_: False\n"
+        "__import__(Name('_ctypes'))",
+        "import _imp, importlib.util as util\n"
+        "place = util.find_spec('_json').origin.replace('_json', '_ctypes')\n"
+        "_imp.create_dynamic(util.spec_from_file_location('any._ctypes', place))",
+        "import os, sys\nos.execv(sys.executable, ['python', '-c', 'import _ctypes'])",
+        "import _xxsubinterpreters\n_xxsubinterpreters.create()",
+        "import gc\ngc.get_objects()",
+        "import gc\ngc.get_referrers(1)",
+        "try:\n    import ctypes\nexcept ImportError as error:\n"
+        "    names = error.__traceback__.tb_next.tb_frame.f_globals\n"
+        "    names.update(str=list, ImportError=len, PermissionError=len)\nimport _ctypes",
+    ],
+)
+def test_a_program_has_no_ctypes_though_it_be_a_part_of_python(code):
+    """A Python that has it built in has no file of it that could be hidden."""
+    assert run_bare(code, "run", "0", str(len(code))) == (1, "")
+
+
+@pytest.mark.slow
+def test_the_library_is_there_without_ctypes():
+    modules = """
+        argparse ast asyncio base64 bisect calendar collections concurrent.futures copy csv ctypes
+        curses dataclasses datetime decimal difflib doctest email fractions functools hashlib heapq
+        html http.client inspect io itertools json logging math multiprocessing.pool numbers
+        operator os pathlib pickle platform pprint queue random re secrets socket sqlite3
+        statistics string struct subprocess tempfile textwrap threading time timeit traceback
+        typing unittest urllib.request uuid xml.etree.ElementTree zipfile zoneinfo
+    """
+    code = (
+        f"import importlib\nfor name in {modules!r}.split():\n    try:\n        "
+        "importlib.import_module(name)\n    except ImportError:\n        print(name)\n"
+    )
+    assert run_bare(code, "run", "0", str(len(code))) == (0, "ctypes\n")
+
+
 @pytest.mark.parametrize("name", SANDBOXES)
 def test_what_says_nothing_of_a_program_is_counted(name):
     logged = {}
