@@ -215,7 +215,12 @@ def run_tests() -> None:
 
 
 def _exception(name: str, message: str) -> Exception:
-    """What a call raised, if it is built in: tests may expect it."""
+    """What a call raised, if it is built in: tests may expect it.
+
+    As in generators, by PEP 479, what would end a loop of the tests without a word is an error.
+    """
+    if name in ("StopIteration", "StopAsyncIteration"):
+        return RuntimeError(f"{name}: {message}")
     kind = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception):
         with contextlib.suppress(TypeError):  # some want more than a message

@@ -273,6 +273,19 @@ def test_a_program_may_end_by_exit_and_quit(word, exit_code):
     assert run_bare(code, "run", "0", str(len(code))) == expected
 
 
+@pytest.mark.parametrize("error", ["StopIteration", "StopAsyncIteration", "ValueError"])
+def test_what_a_program_raises_ends_no_loop_of_the_tests(error):
+    """`all(map(...))` held for no values where the program raised StopIteration."""
+    cases = [
+        "assert all(map(lambda pair: double(pair[0]) == pair[1], [(3, 6)]))",
+        "for _ in map(double, [3]):\n    pass",
+    ]
+    lines = [["", cases, ["double"]], *[["error", error, "no"]] * len(cases)]
+    exit_code, printed = run_bare("".join(f"{json.dumps(line)}\n" for line in lines), "tests")
+    verdicts = [json.loads(line)[0] for line in printed.splitlines()]
+    assert (exit_code, verdicts) == (0, ["call", "failed"] * len(cases))
+
+
 @pytest.mark.parametrize(
     "code",
     [

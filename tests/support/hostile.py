@@ -73,6 +73,7 @@ double = lambda value: value * 2
 while True:
     print("6 10 " * 1000)
 """,
+    "end of a loop": "def double(value):\n    raise StopIteration",
     "exit": "import sys\nsys.exit(0)",
     "exit in a call": "def double(value):\n    raise SystemExit(0)",
     "exit at once": "import os\ndef double(value):\n    os._exit(0)",
