@@ -10,11 +10,12 @@ import atexit
 import builtins
 import functools
 import importlib.util
+import itertools
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 from jaxgrpo.rewards.programs import (
@@ -32,7 +33,46 @@ CALLS = 1_000_000  # of a program's functions by the tests of a row
 SUSPENSIONS = 1000  # names that a program has not, and lines that it reads beyond its input
 SHOW = "print(repr(_value))"
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_OVERRIDE = "def {0}(*args, **kwargs):\n    return _program_{0}(*args, **kwargs)\n"
+GROUPS = (list, tuple, set, frozenset)
+_CROSSING = """
+def _make_crossing(kind_of=type, to_list=list, make_range=range, write=repr):
+    views = type({}.keys()), type({}.values()), type({}.items())
+    refused = slice, type, type(len), type(_make_crossing)
+
+    def to_program(value):
+        kind = kind_of(value)
+        if kind in refused:
+            raise NotImplementedError(f"a {kind.__name__} does not get out of Monty")
+        is_view = kind is make_range or kind in views or kind.__name__.endswith("iterator")
+        return to_list(value) if is_view else value
+
+    def to_tests(value):
+        is_range = kind_of(value) is make_range
+        return is_range, write(value) if is_range else to_program(value)
+
+    def from_program(answer):
+        is_range, value = answer
+        return make_range(*value) if is_range else value
+
+    return to_program, to_tests, from_program
+
+_to_program, _to_tests, _from_program = _make_crossing()
+"""
+"""What runs inside Monty, where a range, a view or an iterator would get out as its text. It keeps
+what is built in, since programs and tests have names of their own for that."""
+_OVERRIDE = """
+def {0}(*args, **kwargs):
+    args = [_to_program(value) for value in args]
+    kwargs = {{name: _to_program(value) for name, value in kwargs.items()}}
+    return _from_program(_program_{0}(*args, **kwargs))
+"""
+_LOST = re.compile(
+    r"range\(-?\d+, -?\d+(?:, -?\d+)?\)|dict_(?:keys|values|items)\(.*\)"
+    r"|slice\(.*\)|<[\w.]+ object>|<function .*>",
+    re.DOTALL,
+)
+"""The text of what did not get out of Monty, inside another value. A program's own text may be one,
+which is so rare that it counts as one too."""
 UNSUPPORTED = ("NotImplementedError", "ModuleNotFoundError")
 # Monty has no EOFError and none can be brought in. Nothing that reads raises a SyntaxError.
 ALIASES = "IOError = EnvironmentError = OSError\nEOFError = SyntaxError\n"
@@ -115,10 +155,10 @@ def judge(program: str, tests: Tests, seconds: float, stops: bool) -> Verdict:
     """How a program does in tests, which run in a second process; see `Sandbox`."""
     from pydantic_monty import MontyError
 
-    total, pairs = len(tests.cases), _pool().pairs
+    total, functions, pairs = len(tests.cases), tests.functions, _pool().pairs
     with pairs, _checkout(seconds) as solver, _checkout(seconds, CALLS) as judging:
         try:
-            solver.feed_run(ALIASES)
+            solver.feed_run(ALIASES + _CROSSING)
             inputs = {"__name__": "program"}
             solver.feed_run(program, inputs=inputs, external_lookup=ENDS, print_callback=_drop)
         except MontyError as error:
@@ -126,11 +166,11 @@ def judge(program: str, tests: Tests, seconds: float, stops: bool) -> Verdict:
         except ValueError:  # the value of a last expression, which no test reads
             pass
         calls = _Calls(solver, seconds)
-        names = {name: functools.partial(calls.call, name) for name in tests.functions}
-        names |= {f"_program_{name}": function for name, function in names.items()}
-        # Monty looks its built-in functions up first.
-        hidden = [name for name in tests.functions if hasattr(builtins, name)]
-        setup = ALIASES + "".join(map(_OVERRIDE.format, hidden)) + tests.setup
+        names = {
+            f"_program_{name}": functools.partial(calls.call, name) for name in tests.functions
+        }
+        overrides = "".join(map(_OVERRIDE.format, functions))
+        setup = f"{ALIASES}{_CROSSING}{overrides}{tests.setup}"
         passed = 0
         for number, case in enumerate((setup, *tests.cases)):
             count, is_raised, is_lacking = calls.count, False, False
@@ -156,17 +196,23 @@ class _Calls:
         self.count, self.problem, self.is_lacking = 0, "", False
 
     def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Its value. Raises: what it raises; TypeError for what is no plain value."""
+        """Whether its value is a range, and the value, or the numbers of the range.
+
+        Raises: what it raises; TypeError for what is no plain value; NotImplementedError for what
+        Monty does not hand out, and before the call is counted for such arguments.
+        """
         from pydantic_monty import MontyError
 
+        if _has_lost([*args, *kwargs.values()]):
+            raise NotImplementedError("an argument does not get out of Monty")
         self.count += 1
         if self.problem or time.monotonic() > self._end:
             self.problem = self.problem or "stopped"
             raise TimeoutError("the time of the program has passed")
         inputs = {"_args": args, "_kwargs": kwargs}
-        code = f"{name}(*_args, **_kwargs)"
+        code = f"_to_tests({name}(*_args, **_kwargs))"
         try:
-            value = self._solver.feed_run(
+            is_range, value = self._solver.feed_run(
                 code, inputs=inputs, external_lookup=ENDS, print_callback=_drop
             )
         except MontyError as error:
@@ -177,9 +223,14 @@ class _Calls:
             if not _name(error):
                 raise TimeoutError(_message(error)) from None
             raise error.exception() from None
+        if is_range:
+            return True, tuple(map(int, re.findall(r"-?\d+", value)))
         if not _is_plain(value):
             raise TypeError("the function returned what is no plain value")
-        return value
+        if _has_lost([value]):
+            self.is_lacking = True
+            raise NotImplementedError("a part of the value does not get out of Monty")
+        return False, value
 
 
 def _is_plain(value: Any) -> bool:
@@ -188,19 +239,35 @@ def _is_plain(value: Any) -> bool:
     >>> _is_plain([1, {"a": (2, None)}]), _is_plain([object()])
     (True, False)
     """
+    kinds = {dict, *GROUPS, *PLAIN}
+    return all(type(part) in kinds for part in _parts(value))
+
+
+def _has_lost(values: list[Any]) -> bool:
+    """Whether values hold what Monty handed out as a text. A text alone is one.
+
+    >>> _has_lost(["range(0, 3)", 3]), _has_lost([["range(0, 3)"]])
+    (False, True)
+    """
+    collections = (value for value in values if type(value) is not str)
+    parts = itertools.chain.from_iterable(map(_parts, collections))
+    return any(type(part) is str and _LOST.fullmatch(part) for part in parts)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """A value and all that it holds, each once: a list may hold another one twice, which holds
+    another one twice, ..."""
     rest, places = [value], set[int]()
     while rest:
         part = rest.pop()
-        if id(part) in places:  # a list may hold another one twice, and that another one, ...
+        if id(part) in places:
             continue
         places.add(id(part))
         if type(part) is dict:
             rest += [*part, *part.values()]
-        elif type(part) in (list, tuple, set, frozenset):
+        elif type(part) in GROUPS:
             rest += part
-        elif type(part) not in PLAIN:
-            return False
-    return True
+        yield part
 
 
 def _name(error: Any) -> str:

@@ -96,3 +96,48 @@ def test_exceptions_with_another_name_in_monty_are_raised_and_caught(error):
     tests = TESTS._replace(cases=(f"try:\n    double(3)\nexcept {error}:\n    pass",))
     program = f"def double(value):\n    {raising}"
     assert monty.judge(program, tests, 1.0, True) == programs.Verdict(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("program", "case"),
+    [
+        ("def first(count): return range(count)", "assert list(first(3)) == [0, 1, 2]"),
+        ("def first(count): return range(count)", "assert first(3) == range(3)"),
+        ("def first(count): return range(count, -2, -2)", "assert first(2) == range(2, -2, -2)"),
+        ("def first(count): return iter([count])", "assert list(first(3)) == [3]"),
+        ("def first(count): return {count: 1}.keys()", "assert sorted(first(3)) == [3]"),
+        ("def first(count): return {count: 1}.items()", "assert list(first(3)) == [(3, 1)]"),
+        ("def total(values): return sum(values)", "assert total(range(5)) == 10"),
+        ("def total(values): return sum(values)", "assert total(values={2: 1}.keys()) == 2"),
+        ("def total(values): return sum(values)", "assert total(iter([1, 2])) == 3"),
+        ("def same(value): return value", "assert same('range(0, 3)') == 'range(0, 3)'"),
+        ("list = type = range = 1\ndef same(value): return value", "assert same(3) == 3"),
+        ("def list(values): return 3", "assert list(range(2)) == 3"),
+    ],
+)
+def test_ranges_views_and_iterators_go_in_and_out_of_monty(program, case):
+    """Their texts did, so right programs failed."""
+    tests = programs.make_tests("", [case])
+    assert monty.judge(program, tests, 1.0, True) == programs.Verdict(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("program", "case", "problem"),
+    [
+        ("def first(count): return range(count)", "assert first(3) == 'range(0, 3)'", ""),
+        (
+            "def first(count): return [range(3)]",
+            "assert first(3) == ['range(0, 3)']",
+            "unsupported",
+        ),
+        ("def first(count): return slice(3)", "assert first(3)", "unsupported"),
+        ("def first(count): return first", "assert first(3)", "unsupported"),
+        ("def first(count): return 3", "assert first([range(3)]) == 3", "broken"),
+        ("def first(count): return 3", "assert first(slice(3)) == 3", "broken"),
+        ("def first(count): return 3", "assert first(count=lambda: 3) == 3", "broken"),
+        ("def first(count): return 3\n_to_tests = first", "assert first(3) == 3", ""),
+    ],
+)
+def test_no_text_stands_for_a_value_that_monty_does_not_hand_out(program, case, problem):
+    tests = programs.make_tests("", [case])
+    assert monty.judge(program, tests, 1.0, True) == programs.Verdict(0, 1, problem)
