@@ -127,10 +127,7 @@ _TOKEN = (
     r"|(?<![A-Za-z])(?<!\d )[A-Za-z](?=[\^_(])|(?<=[\d})])[A-Za-z](?![A-Za-z])"
 )
 _RUN = re.compile(rf"(?:{_TOKEN})(?:\s*(?:{_TOKEN}))*")
-_SENTENCE = re.compile(
-    rf"(?<![\\A-Za-z{{])(?!(?:{_NAMES}|and|or)(?![A-Za-z]))[A-Za-z]{{2,}}.*\d", re.DOTALL
-)
-"""A word, and a number behind it."""
+_WORD = re.compile(rf"(?<![\\A-Za-z{{])(?!(?:{_NAMES}|and|or)(?![A-Za-z]))[A-Za-z]{{2,}}")
 _FORMULA = re.compile(r"\\(?:sqrt|frac|pi|infty|cdot|times|div|pm)|π|[\^_]\{")
 """What makes a run of mathematics more than math-verify reads in a text without LaTeX."""
 
@@ -250,7 +247,9 @@ def in_tags(text: str) -> str:
     content = content.strip()
     if not closed or not opened or not content:
         return text
-    is_prose = LATEX.search(content.replace(r"\begin", "")) or _SENTENCE.search(content)
+    word = _WORD.search(content)  # in a sentence a number follows it
+    is_prose = LATEX.search(content.replace(r"\begin", ""))
+    is_prose = is_prose or (word and re.search(r"\d", content[word.end() :]))
     is_box = not is_prose and len(content) <= LONGEST and content.count("{") == content.count("}")
     return rf"\boxed{{{content}}}" if is_box else content
 

@@ -28,7 +28,9 @@ COLUMNS = (
 )
 """Of MBPP, of HumanEval, and of pairs of texts"""
 
-_FENCED = re.compile(r"^([ \t]*)```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.M | re.S)
+_FENCED = re.compile(
+    r"^([ \t]*)```[ \t]*+([\w+-]*+)[^\n]*+\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL
+)
 _LANGUAGES = ("", "python", "python3", "py")
 
 
