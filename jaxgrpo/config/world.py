@@ -105,7 +105,10 @@ class World(NamedTuple):
     processes: Processes | None = None  # of tools and environments; None: they run in threads
 
     def close(self) -> None:
-        """Ends the processes of tools and environments; the next call begins others."""
+        """Ends the processes of tools and environments, and what programs wait for; the next call
+        begins others."""
+        for kind in self.kinds.values():
+            kind.close()
         if self.processes is not None:
             self.processes.close()
 

@@ -105,6 +105,8 @@ class Kind:
     answers_last: bool = False  # the last turn too, whose reward counts though nothing follows it
     check_row: Callable[[Mapping[str, Any]], None] = lambda row: None
     """raises InputError where `reset` does not take the columns of a row"""
+    close: Callable[[], None] = lambda: None
+    """lets programs end that wait for an answer of its partners"""
 
     def shown_in(self, chat: Chat) -> Chat:
         """How prompts are written out with its tools."""

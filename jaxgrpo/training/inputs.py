@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
     world: World | None = None  # what answers samples
 
     def close(self) -> None:
-        """Ends the processes that answer samples, where there are any."""
+        """Ends the processes that answer samples, and what programs wait for."""
         if self.world is not None:
             self.world.close()
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
+import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +16,8 @@ from typing import Any
 import chatting
 import pytest
 
+from jaxgrpo.config import world
+from jaxgrpo.config.keys import RolloutKeys
 from jaxgrpo.environments.calls import hermes
 from jaxgrpo.environments.serving.dialect import Dialect
 from jaxgrpo.environments.serving.endpoint import REWRITTEN, Session, Sessions, is_program
@@ -53,6 +59,41 @@ def test_the_session_of_a_sample_that_broke_is_there_no_longer_than_the_sample()
         assert len(sessions._sessions) == 0
     finally:
         sessions._server.close()
+
+
+def test_a_program_that_waits_for_its_turn_ends_with_the_run():
+    """In a notebook, where a run was interrupted, its client and its threads waited for ever."""
+    codes = []
+
+    def waits(base_url, prompt):
+        query = json.dumps({"prompt": prompt}).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{base_url}/completions", query, headers)
+        try:
+            urllib.request.urlopen(request, timeout=60)
+        except urllib.error.HTTPError as error:
+            codes.append(error.code)
+
+    rollout = RolloutKeys(
+        prompts_per_step=1,
+        group_size=2,
+        max_prompt_tokens=8,
+        max_completion_tokens=8,
+        call_format="hermes",
+    )
+    answers: Any = world.make_world((), {"": waits}, rollout, chatting.chat(), [END])
+    before = {*threading.enumerate()}
+    partners = [answers.kinds[""].make() for _ in range(2)]
+    for partner in partners:
+        assert partner.open({"prompt": "ab"}, 1).tokens == chatting.ids("ab")
+    programs = [thread for thread in {*threading.enumerate()} - before if "program" in thread.name]
+    assert len(programs) == 2
+    answers.close()
+    for program in programs:
+        program.join(10)
+        assert not program.is_alive()
+    assert codes == [400, 400]
+    answers.close()
 
 
 (END,) = chatting.ids("<|end|>")

@@ -307,6 +307,11 @@ class ProgramPartner:
         value = self._ended.value
         return None if value is None else read_number(self._name, value)
 
+    def close(self) -> None:
+        """Refuses the query that waits, so that the program can end."""
+        if self._base_url:
+            shared_sessions().close(self._base_url)
+
     def _run(self, session: Session, arguments: Mapping[str, Any]) -> None:
         try:
             value = self.environment(**arguments)
@@ -350,11 +355,21 @@ def make_program_kind(
       forks: it may rewrite its history.
     """
     parts, name = (program, dialect, stop_tokens, seconds, forks), callable_name(program)
+    partners = weakref.WeakSet[ProgramPartner]()  # those that broke too, while they run
+
+    def make() -> ProgramPartner:
+        partner = ProgramPartner(*parts)
+        partners.add(partner)
+        return partner
+
+    def close() -> None:
+        for partner in [*partners]:
+            partner.close()
 
     def check_row(row: Mapping[str, Any]) -> None:
         check_arguments(name, program, {BASE_URL: "", **_arguments(program, row, 0)})
 
-    return Kind(name, lambda: ProgramPartner(*parts), (), True, check_row=check_row)
+    return Kind(name, make, (), True, check_row=check_row, close=close)
 
 
 def _arguments(program: Callable[..., Any], row: Mapping[str, Any], seed: int) -> dict[str, Any]:
