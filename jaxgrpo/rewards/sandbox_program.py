@@ -114,21 +114,25 @@ def confine(seconds: int, memory: int, user: int) -> None:
         resource.setrlimit(kind, (limit, limit))
 
 
-def refuse(event: str, args: tuple[Any, ...]) -> None:
+def make_hook() -> Callable[[str, tuple[Any, ...]], None]:
     """An audit hook, which a program cannot take away: it keeps ctypes from programs, where that is
     a part of Python itself, a new Python that has no hook, and what leads to the hook.
 
-    A program can reach the globals that stand here, and what an import is given may compare as it
-    likes. So what decides is made of literals.
-
-    Raises: ImportError, which modules of the library expect where there is no ctypes.
+    A program can reach the globals and the locals that stand in frames, and what an import is given
+    may compare as it likes. So what decides is made of literals, and no name means the hook: who
+    had it could give it other code.
     """
-    if event == "builtins.id":  # of which `deepcopy` takes many
-        return
-    if event == "import" and "".join(("", args[0])).rpartition(".")[2] in ("ctypes", "_ctypes"):
-        raise ImportError("there is no ctypes in the sandbox")
-    if event.startswith(("ctypes.", "gc.get_", "os.exec", "cpython.PyInterpreterState_New")):
-        raise PermissionError(f"{event} is refused in the sandbox")
+
+    def refuse(event: str, args: tuple[Any, ...]) -> None:
+        """Raises: ImportError, which modules of the library expect where there is no ctypes."""
+        if event == "builtins.id":  # of which `deepcopy` takes many
+            return
+        if event == "import" and "".join(("", args[0])).rpartition(".")[2] in ("ctypes", "_ctypes"):
+            raise ImportError("there is no ctypes in the sandbox")
+        if event.startswith(("ctypes.", "gc.get_", "os.exec", "cpython.PyInterpreterState_New")):
+            raise PermissionError(f"{event} is refused in the sandbox")
+
+    return refuse
 
 
 def run(shows_value: bool, length: int) -> None:
@@ -260,7 +264,7 @@ def main() -> None:
     for name in ("exit", "quit"):  # which Python has from `site`, and that finds packages too
         setattr(builtins, name, sys.exit)
     confine(int(seconds), int(memory), int(user))
-    sys.addaudithook(refuse)
+    sys.addaudithook(make_hook())
     if role == "run":
         run(options[0] == "1", int(options[1]))
     else:

@@ -69,6 +69,11 @@ def test_what_a_program_raises_ends_no_loop_of_the_tests(error):
         "_imp.create_dynamic(util.spec_from_file_location('any._ctypes', place))",
         "import os, sys\nos.execv(sys.executable, ['python', '-c', 'import _ctypes'])",
         "import _xxsubinterpreters\n_xxsubinterpreters.create()",
+        "import sys\nframe = sys._getframe()\n"
+        "while frame:\n    for value in [*frame.f_globals.values(), *frame.f_locals.values()]:\n"
+        "        if getattr(value, '__name__', '') == 'refuse':\n"
+        "            value.__code__ = (lambda event, args: None).__code__\n"
+        "    frame = frame.f_back\nimport _ctypes",
         "import gc\ngc.get_objects()",
         "import gc\ngc.get_referrers(1)",
         "try:\n    import ctypes\nexcept ImportError as error:\n"
