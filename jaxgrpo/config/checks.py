@@ -16,7 +16,7 @@ from typing import Any
 from jaxgrpo import advantages, losses, rewards
 from jaxgrpo.config import evaluating, keys, methods, precision, scoring, world
 from jaxgrpo.config.keys import Part, RewardKeys, part_options
-from jaxgrpo.config.own_code import is_reference, named_file
+from jaxgrpo.config.own_code import installed, is_reference, named_file
 from jaxgrpo.config.ranges import LARGEST, wandb_problem
 from jaxgrpo.config.reading import TRL, Values, show
 from jaxgrpo.core.errors import InputError, pattern_problem
@@ -31,6 +31,11 @@ from jaxgrpo.rollout.policies import build_policy
 from jaxgrpo.rollout.stopping import early_stop_problems
 from jaxgrpo.update.balance import COEFFICIENT, RATE
 from jaxgrpo.update.optimizer import make_optimizer
+
+
+class Absent(str):
+    """A problem of this machine: a file or a package that is not there."""
+
 
 BuiltParts = dict[str, tuple[Part, Any]]
 """Place in the config -> a part, and what is built from it."""
@@ -58,7 +63,7 @@ def check(values: Values) -> Iterator[str]:
         yield f"atlas.every = {every}: {reason}"
     wandb = values.get("tracking.wandb")
     if wandb is not None and (problem := wandb_problem(wandb)):
-        yield problem
+        yield problem if installed("wandb") else Absent(problem)
 
 
 def _lora(values: Values) -> Iterator[str]:
@@ -85,7 +90,7 @@ def _build_parts(values: Values, parts: BuiltParts) -> Iterator[str]:
         name = part["use"]
         file = named_file(name)
         if file is not None and not os.path.isfile(file):
-            yield f"{where}: there is no file {file}, named by {name!r}"
+            yield Absent(f"{where}: there is no file {file}, named by {name!r}")
         if is_reference(name):
             continue
         try:
@@ -352,7 +357,7 @@ def _data(values: Values) -> Iterator[str]:
         )
     for where in ("model.family", "eval.scorer"):
         if (file := named_file(values.get(where) or "")) and not os.path.isfile(file):
-            yield f"{where}: there is no file {file}, named by {values[where]!r}"
+            yield Absent(f"{where}: there is no file {file}, named by {values[where]!r}")
     delimiter = values.get("data.delimiter", ",")
     paths = (*keys.source_paths(parts), values.get("eval.data") or "")
     csv_files = [path for path in paths if path.endswith(".csv") and not os.path.isdir(path)]
@@ -368,7 +373,7 @@ def _template(values: Values) -> Iterator[str]:
     """How prompts are written out."""
     template = values.get("data.chat_template")
     if template is not None and template not in CHOICES and not os.path.isfile(template):
-        yield (
+        yield Absent(
             f"data.chat_template = {show(template)}: there is no such file; give a Jinja file, "
             '"auto" or "none"'
         )
@@ -436,13 +441,13 @@ def _source(path: Any, where: str, options: Mapping[str, Any]) -> Iterator[str]:
     elif is_url(path):  # looked for by the command that reads it
         pass
     elif is_file and not os.path.isfile(path):
-        yield (
+        yield Absent(
             f"{where} = {show(path)}: there is no such file; relative paths begin at the "
             "folder of the config, those of options at the working directory"
         )
     elif not (is_file or is_folder or is_name(path)):
         reason = "is no file of rows" if os.path.exists(path) else "does not exist"
-        yield f"{where} = {show(path)}: {reason}; give {FORMS}"
+        yield Absent(f"{where} = {show(path)}: {reason}; give {FORMS}")
     unread = SOURCE_OPTIONS if is_task or is_file else ("revision",) * is_folder
     for name in options:
         if name.endswith(unread):

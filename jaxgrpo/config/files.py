@@ -37,7 +37,9 @@ RESUMABLE = {
 """Keys, and whole tables, that may change when a run is resumed, and why."""
 
 
-def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
+def load(
+    path: str | os.PathLike[str], overrides: Sequence[str] = (), *, is_stored: bool = False
+) -> Config:
     """Reads a config file, or a shipped config by its name.
 
     Args:
@@ -45,11 +47,12 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
       overrides: "table.key=value", applied in turn; the value is TOML, or plain text.
         In a list an entry is named by its number: "rewards.0.weight=2". Relative paths in them
         begin at the working directory, those in the file at its folder.
+      is_stored: as in `from_dict`.
 
     Raises: ConfigError with all problems.
     """
     raw, source = read_tables(path)
-    return from_dict(raw, overrides, source=source)
+    return from_dict(raw, overrides, source=source, is_stored=is_stored)
 
 
 def read_tables(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Path]:
@@ -97,7 +100,7 @@ def parse_tables(text: str, where: str) -> dict[str, Any]:
 
 def from_text(text: str, where: str) -> Config:
     """The config that a run folder holds. Raises: ConfigError. Args: where: the text is from."""
-    return from_dict(parse_tables(text, where), name=where)
+    return from_dict(parse_tables(text, where), name=where, is_stored=True)
 
 
 def from_dict(
@@ -106,6 +109,7 @@ def from_dict(
     *,
     source: Path | None = None,
     name: str = "config",
+    is_stored: bool = False,
 ) -> Config:
     """A config from tables as `tomllib` reads them. Raises: ConfigError with all problems.
 
@@ -113,6 +117,8 @@ def from_dict(
       source: the file they came from; relative paths begin at its folder, or if None at the
         working directory.
       name: what messages call it, if there is no source.
+      is_stored: whether a run has stored them. Files and packages that it names may be on another
+        machine, or gone: who needs them looks for them.
     """
     tables: dict[str, Any] = absolute(raw, config_folder(source))
     problems = list(override(tables, overrides))
@@ -121,6 +127,8 @@ def from_dict(
     problems += [*wrong_values, *reading.read(tables, values)]
     if not wrong_values:  # which the checks of single parts would refuse again, in other words
         problems += checks.check(values)
+    if is_stored:
+        problems = [problem for problem in problems if not isinstance(problem, checks.Absent)]
     if problems:
         raise ConfigError(str(source or name), [*dict.fromkeys(problems)])
     sections = {name: reading.make(cls, values, f"{name}.") for name, cls in SECTIONS.items()}

@@ -124,8 +124,8 @@ def config_for(
     Raises: ConfigError with all problems; InputError where there is no such model.
     """
     tables: dict[str, Any]
-    is_model = False
-    if is_run(target):
+    is_model, is_stored = False, is_run(target)
+    if is_stored:
         folder, config = read_run(target)
         tables, source = configs.to_tables(config), config.source
         tables["model"] = {**tables["model"], "path": str(storage.place(folder / "model"))}
@@ -151,7 +151,7 @@ def config_for(
         except ConfigError:
             configs.from_dict(changed, overrides, source=source)  # says which table is none
             raise
-        return configs.from_dict(changed, overrides, source=source)
+        return configs.from_dict(changed, overrides, source=source, is_stored=is_stored)
 
     config = config_with()
     if is_model:

@@ -123,6 +123,15 @@ def test_the_numbers_are_of_the_new_reward_beside_the_old_sum(run, mine, tmp_pat
     assert lines[2].keys() == {"step", "ordinal", "row", "sample", "saved", "rewards", "extra"}
 
 
+def test_the_rows_of_a_run_may_have_moved(run, mine, tmp_path, capsys):
+    before = rescored(capsys, run, "--rewards", f"{mine}:letters")
+    moved = (tmp_path / "rows.jsonl").rename(tmp_path / "moved.jsonl")
+    assert main(["rescore", str(run), "--rewards", f"{mine}:letters"]) == 2
+    assert "rows.jsonl" in capsys.readouterr().err
+    words = ("--rewards", f"{mine}:letters", "--set", f"data.path={moved}")
+    assert rescored(capsys, run, *words) == before
+
+
 def test_several_rewards_have_a_sum_by_the_weights_of_the_run(run, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     words = ("--rewards", "right", "length", "--set", "rollout.max_completion_tokens=4")

@@ -7,10 +7,11 @@ import re
 import tomllib
 from typing import Any
 
+import minimal_config
 import pytest
 from minimal_config import MINIMAL, keys, problems, read
 
-from jaxgrpo.config import files
+from jaxgrpo.config import checks, files, ranges
 from jaxgrpo.core.errors import ConfigError, InputError, find
 
 
@@ -412,3 +413,30 @@ def test_a_number_where_a_name_is_expected_is_an_unknown_key():
     first, second = caught.value.problems
     assert first.startswith("5: unknown key; there are model, ")
     assert second.startswith("train.7: unknown key; the keys here are steps, ")
+
+
+def test_what_a_run_has_stored_is_read_without_the_files_that_it_names(tmp_path, monkeypatch):
+    """They may be on the machine that trained; who needs them looks for them."""
+    names = ("rows.jsonl", "held_out.jsonl", "mine.py", "chat.jinja")
+    rows, held_out, code, template = mentioned = [tmp_path / name for name in names]
+    for file in mentioned:
+        file.write_text("")
+    tables = minimal_config.tables(
+        data={"path": str(rows), "chat_template": str(template)},
+        eval={"data": str(held_out), "scorer": f"{code}:judge"},
+        rewards=[{"use": f"{code}:reward"}],
+        advantage=[{"use": f"{code}:part"}],
+        tracking={"wandb": {"project": "mine"}},
+    )
+    stored = files.to_toml(files.from_dict(tables))
+    for file in mentioned:
+        file.unlink()
+    for module in (checks, ranges):
+        monkeypatch.setattr(module, "installed", lambda name: False)
+    with pytest.raises(ConfigError) as refusal:
+        files.from_dict(tables)
+    assert len(refusal.value.problems) == 7
+    assert files.to_toml(files.from_text(stored, "run")) == stored
+    wrong = stored.replace("[rollout]", "[rollout]\nslot = 3")
+    with pytest.raises(ConfigError, match=r"rollout\.slot"):
+        files.from_text(wrong, "run")

@@ -99,7 +99,7 @@ def replay_config(
 
     Raises: InputError where `config` is None and the files are not those of one run.
     """
-    paths = rollout_paths(files)
+    paths, is_stored = rollout_paths(files), config is None
     if config is None:
         homes = {path.absolute().parent.parent / "config.toml" for path in paths}
         home = homes.pop()
@@ -107,7 +107,7 @@ def replay_config(
             why = "they are of several runs" if homes else f"there is no {home}"
             raise InputError(f"replay {paths[0]}: which config? {why}: give --config CONFIG")
         config = str(home)
-    base_config = configs.load(config, overrides)
+    base_config = configs.load(config, overrides, is_stored=is_stored)
     defaults = {
         "train.steps": len(paths),
         "run.dir": f"{base_config.run.dir.rstrip('/')}-replay",
@@ -213,7 +213,9 @@ def _shared_policies(run_keys: Mapping[str, Any], path: Path) -> float:
     if not home.is_file():
         return np.inf
     with contextlib.suppress(InputError):
-        file_keys = decisive_keys(configs.flat(configs.to_tables(configs.load(home))))
+        file_keys = decisive_keys(
+            configs.flat(configs.to_tables(configs.load(home, is_stored=True)))
+        )
         names = differing_names(run_keys, file_keys)
         at_start = any(name.startswith(OF_THE_START) for name in names)
         return 0 if at_start else 1 if names else np.inf
