@@ -239,7 +239,7 @@ class Judge(NamedTuple):
         for part in parts:
             for name, values in part.scores.items():
                 scores[name][part.places] = values
-        logs = [part.log if len(parts) == 1 else _weighed(part, samples) for part in parts]
+        logs = [_weighed(part, samples) for part in parts]
         log = merge_logs(logs, [part.places for part in parts], groups, samples)
         return (scores, log) if dialogue is None else dialogue.without_broken(scores, log)
 
@@ -291,7 +291,7 @@ def _weighed(part: Judged, samples: int) -> RewardLog:
     So a mean that a reward logs of each of its calls becomes that of all completions.
     """
     size = len(part.places) * samples
-    sums = part.log.metrics.items()
+    sums = part.log.metrics.items() if size else ()
     return part.log._replace(
         metrics={n: (total / count * size, size) for n, (total, count) in sums}
     )

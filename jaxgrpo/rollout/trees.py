@@ -175,9 +175,13 @@ def fields(
 
 
 def count_drawn(ancestors: np.ndarray, depth: np.ndarray, mask: np.ndarray) -> int:
-    """Tokens that were drawn: those of a node once, however many leaves have them.
+    """Tokens that were drawn: those of a node once, however many leaves have them. A token at a
+    depth that its leaf does not have is of no node, and counts by itself.
 
     Shapes: those of the fields, [P, G, D] and [P, G, T]; mask [P, G, T], of the leaves' tokens.
     """
-    node = np.where(mask, np.take_along_axis(ancestors, depth, axis=-1), -1)
-    return int((np.diff(np.sort(node, axis=1), axis=1, prepend=-1) > 0).sum())
+    depths = ancestors.shape[-1]
+    node = np.take_along_axis(ancestors, np.clip(depth, 0, depths - 1), axis=-1)
+    node = np.where(mask & (depth >= 0) & (depth < depths), node, -1)
+    in_nodes = (np.diff(np.sort(node, axis=1), axis=1, prepend=-1) > 0).sum()
+    return int(in_nodes + (mask & (node < 0)).sum())

@@ -40,9 +40,11 @@ from jaxgrpo.training.collecting.collector import Collected, Collector
 from jaxgrpo.training.collecting.experience import with_experience
 from jaxgrpo.training.collecting.growing import (
     brought_fields,
+    completion_key,
     make_trees,
     make_writer,
     refuse_unread,
+    refuse_weights,
 )
 from jaxgrpo.training.collecting.replay import SavedRollouts
 from jaxgrpo.training.collecting.source import first_stream, make_rollout_source
@@ -285,14 +287,17 @@ def _make_drawing(
     brought: Mapping[str, Any],
 ) -> Callable[..., Drawing]:
     """What draws the samples of prompts: the engine, or, with `data.completion`, texts of the data.
+    A replay, which has no rows but prompts, draws none.
 
     Args:
       grown, brought: the trees of samples, and the fields that come with them.
     """
-    rows, blueprint = run_inputs.prompts.rows, method.blueprint
-    if completion is None:
-        converse = None if run_inputs.world is None else run_inputs.world.converse(rows)
-        group = rollout.group_size
+    rows, blueprint, world = run_inputs.prompts.rows, method.blueprint, run_inputs.world
+    if run_inputs.replay is not None and completion is not None:
+        refuse_weights(completion_key(completion), blueprint.chain, blueprint.objective)
+    if run_inputs.replay is not None or completion is None:
+        group, is_drawn = rollout.group_size, run_inputs.replay is None
+        converse = world.converse(rows) if is_drawn and world is not None else None
         return functools.partial(
             draw, method.engine, group_size=group, grown=grown, converse=converse
         )

@@ -65,6 +65,12 @@ class Counts:
         return f"{self.turns}{len(text) % 7}", 1.0, False
 
 
+class Opens(Counts):
+    def reset(self, seed):
+        super().reset(seed)
+        return f"{seed % 1000}"
+
+
 @functools.cache
 def tokenizer() -> Any:
     return character_tokenizer([*string.ascii_lowercase[:21], *string.digits, *MARKS])
@@ -79,11 +85,11 @@ def chat(name: str) -> Chat:
 
 
 @functools.cache
-def talk(template: str, forks: bool, slots: int = 0, steps: int = STEPS) -> Any:
+def talk(template: str, forks: bool, slots: int = 0, steps: int = STEPS, game: Any = Counts) -> Any:
     """A batch that has been drawn, and its dialogue."""
     rows = [{"prompt": [{"role": "user", "content": "abc"[: n + 1]}]} for n in range(PROMPTS)]
     (end,) = tokenizer()("<|end|>")["input_ids"]
-    kind = make_kind(Counts, {}, (), lambda: lambda text: Reading(text, []), 5.0, "environment")
+    kind = make_kind(game, {}, (), lambda: lambda text: Reading(text, []), 5.0, "environment")
     talks = Conversations({"": kind}, chat(template), [end], rows, forks=forks)
     settings = SamplingSettings(steps, 1.0, (end,), tiny.PAD, 4, slots=slots, max_turns=TURNS)
     settings = settings._replace(own_rows=True)
@@ -198,3 +204,22 @@ def test_rows_of_saved_samples_say_which_replies_are_the_conversation_again():
     assert any(entry["forked"] for entry in entries)
     for entry in entries:
         assert entry["forked"] == entry["reply"].startswith("<|start|>u" + "abc"[: place[0] + 1])
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_samples_that_begin_otherwise_than_their_group_take_no_more_places(monkeypatch):
+    engines = []
+
+    class Noted(SlotEngine):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            engines.append(self)
+
+    monkeypatch.setitem(globals(), "SlotEngine", Noted)
+    rollouts, dialogue = talk("faithful", True, game=Opens)
+    (engine,) = engines
+    assert engine._largest == (PROMPTS, GROUP)
+    openings = {talk.prompt[-1]["content"] for talk in dialogue.spoken([0], GROUP)}
+    assert len(openings) > 1
+    assert rollouts.token_mask.any(-1).all()

@@ -67,6 +67,10 @@ def test_leaves_are_as_many_as_the_group_and_share_what_their_nodes_say(trees, s
     mask = np.arange(LONGEST) < np.array([leaf.length for leaf in leaves])[:, None]
     twice = (np.stack([array, array]) for array in (ancestors, depth, mask))
     assert count_drawn(*twice) == 2 * drawn
+    # At depths that no leaf has each token counts by itself.
+    for place in (trees.depths, -1):
+        nowhere = ancestors[None], np.full_like(depth, place)[None], mask[None]
+        assert count_drawn(*nowhere) == mask.sum()
     places = {}
     for sample, leaf in enumerate(leaves):
         path = ancestors[sample]

@@ -265,6 +265,15 @@ def test_the_recipe_takes_texts_too(tmp_path):
     assert all(row["distill/scored"] == 1 and np.isfinite(row["distill/kl"]) for row in logged)
     # No policy drew the texts: nothing is measured from its log-probs, and nothing warns of them.
     assert not {"entropy_estimated", "policy_kl", "ratio_max"} & logged[0].keys()
+    # Files of texts have none of the data's columns, and are still no samples of the policy.
+    saved = {**changes, "run.rollouts_every": 1, "train.steps": 1}
+    run = loop.train(small_run.config(tmp_path / "saved", **saved))
+    files = sorted((run.path / "rollouts").iterdir())
+    again = loop.train(small_run.config(tmp_path / "again", **saved), rollouts=files)
+    assert again.summary["parameter_hash"] == run.summary["parameter_hash"]
+    (line,), (expected,) = (small_run.metrics(entry.path) for entry in (again, run))
+    assert line["flops"] == expected["flops"]
+    assert not {"entropy_estimated", "policy_kl", "ratio_max"} & line.keys()
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["warnings"].keys() <= {
         "all fail",
         "all pass",

@@ -67,6 +67,9 @@ def test_a_reward_that_waits_hides_behind_decoding_and_changes_nothing(tmp_path)
     )
     assert overlapped.reward_log.extra == sequential.reward_log.extra
     assert overlapped.reward_log.numbers() == sequential.reward_log.numbers()
+    # What is logged counts once per completion, in parts or not: rounds of a step add up.
+    for log in (overlapped.reward_log, sequential.reward_log):
+        assert [count for _, count in log.metrics.values()] == [24 * 4]
 
 
 @pytest.mark.full

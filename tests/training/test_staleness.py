@@ -66,6 +66,15 @@ def test_the_lag_grows_to_its_bound_and_stays_there(resumed):
     assert lines[-1]["prompts/skipped"] == int(resumed.stream.cursor) - (STEPS + LAG) * 8
 
 
+def test_all_tokens_that_are_drawn_are_counted_in_the_step_that_draws_them(resumed):
+    """Step 1 draws three batches, all others one; two batches wait at the end."""
+    lines = small_run.metrics(resumed.path)
+    waiting = sum(rollouts.token_mask.sum() for rollouts in resumed.stream.waiting.ahead)
+    trained = sum(round(line["completions/mean_length"] * 8 * 4) for line in lines)
+    assert sum(line["num_tokens"] for line in lines) == waiting + trained
+    assert lines[0]["num_tokens"] > 2 * max(line["num_tokens"] for line in lines[1:])
+
+
 def test_the_ratio_to_the_sampler_is_1_only_for_samples_of_the_newest_parameters(resumed):
     lines = small_run.metrics(resumed.path)
     assert lines[0]["policy_kl"] < 1e-9

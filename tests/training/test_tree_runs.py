@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import resuming
 import small_run
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.training import loop
@@ -75,6 +77,15 @@ def test_a_replay_of_leaves_by_a_plain_method_counts_shared_tokens_once(tmp_path
     loop.train(small_run.config(tmp_path / "again", **plain), rollouts=files)
     runs = [small_run.metrics(tmp_path / name) for name in ("run", "again")]
     assert [line["num_tokens"] for line in runs[0]] == [line["num_tokens"] for line in runs[1]]
+    # Ancestors alone, as of another program, do not say which tokens are shared.
+    arrays = load_file(files[0])
+    del arrays["fields.token_depth"]
+    with safe_open(files[0], "numpy") as content:
+        save_file(arrays, tmp_path / "x.safetensors", content.metadata())
+    changed = {**plain, "recipe": "tree_po", "train.steps": 1}
+    loop.train(small_run.config(tmp_path / "x", **changed), rollouts=tmp_path / "x.safetensors")
+    (line,) = small_run.metrics(tmp_path / "x")
+    assert line["num_tokens"] == arrays["token_mask"].sum() > runs[0][0]["num_tokens"]
 
 
 @pytest.mark.full

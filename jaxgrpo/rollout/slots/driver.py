@@ -166,7 +166,9 @@ class SlotEngine:
         groups, self._waiting = self._waiting, []
         places, largest = self._largest
         samples = [len(group.requests) for group in groups]
-        places, largest = places or len(groups), max(largest, self._group, *samples)
+        # A sample that begins otherwise than the rest of its prompt's is a group of its own here.
+        prompts = {group.requests[0].ordinal for group in groups}
+        places, largest = places or len(prompts), max(largest, self._group, *samples)
         self._largest = places, largest
         bins = 1 if self.mesh is None else sharding.num_bins(self.mesh)
         slots = self.slots_for(-(-places // bins) * bins, largest)

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxgrpo.advantages import AdvantageTransform
-from jaxgrpo.core.metrics import Mean, Metrics, mean
+from jaxgrpo.core.metrics import Mean, Metrics, mean, merge
 from jaxgrpo.core.types import Params, Prompts, Rollouts, Stream
 from jaxgrpo.data.sources import Mixture
 from jaxgrpo.models import sharding
@@ -30,6 +30,7 @@ from jaxgrpo.rollout.judging import (
     Judged,
     RolloutSource,
     judge_early,
+    merge_logs,
     put_prompts,
     rollout_progress,
 )
@@ -94,19 +95,26 @@ class Collector:
           rollouts have waited for more steps than `rollout.staleness`.
         """
         ahead = [rollouts for rollouts in stream.waiting.ahead if rollouts.ordinal[0] >= 0]
-        reward_log, metrics = RewardLog({}, {}, {}, {}), {}
+        logs: list[RewardLog] = []
+        metrics: Metrics = {}
         while len(ahead) <= self.staleness:
             before = stream
-            stream, rollouts, reward_log, metrics = self._generate(
+            stream, rollouts, log, measured = self._generate(
                 params, version, stream, live_groups, phase
             )
             ahead.append(sharding.to_host(rollouts))
+            logs.append(log)
+            if self.staleness:
+                drawn = ahead[-1].token_mask.sum()
+                measured = {"num_tokens": mean(jnp.float32(drawn))} | measured
             count, steps = len(rollouts.row), version + 1 + self.staleness
+            metrics = _joined(metrics, measured)
             metrics |= prompt_metrics(self.source.policy, before, stream, steps, count)
         rollouts, waiting = ahead[0], stream.waiting._replace(ahead=tuple(ahead[1:]))
         stream = dataclasses.replace(stream, waiting=waiting)
-        if self.staleness:  # the log is of rollouts that a later step trains on
-            reward_log = reward_log._replace(columns={})
+        reward_log = logs[0]
+        if self.staleness:  # the logs are of rollouts that later steps train on
+            reward_log = _without_columns(logs)
             metrics["sampling/staleness"] = self._staleness(rollouts, version)
         metrics |= self._shape_metrics(rollouts)
         rollouts = put_prompts(self.mesh, rollouts)
@@ -121,8 +129,9 @@ class Collector:
             metrics["sampling/interrupted"] = mean(jnp.asarray(behind.any(-1)))
         if self.stops_early:
             metrics["sampling/stopped"] = mean(jnp.asarray(rollouts.truncated & ~mask[..., -1]))
-        if trees.ANCESTORS in rollouts.fields:
-            arrays = [rollouts.fields[name] for name in (trees.ANCESTORS, trees.DEPTH)]
+        names = trees.ANCESTORS, trees.DEPTH
+        if {*names} <= rollouts.fields.keys():
+            arrays = [rollouts.fields[name] for name in names]
             drawn = trees.count_drawn(*map(np.asarray, (*arrays, mask)))
             metrics["num_tokens"] = mean(jnp.float32(drawn))
         return metrics
@@ -234,6 +243,26 @@ class Collector:
             row = np.asarray(prompts.row)
             early = judge_early(self.early_judge, drawing.ended, row, progress, drawing.dialogue)
         return drawing.finish(), early, drawing.dialogue
+
+
+SUMS = ("num_tokens", "refill/groups", "refill/discarded_", "refill/shortfall", "calls/")
+"""How names of metrics begin that count something in the samples of a step."""
+
+
+def _joined(metrics: Metrics, more: Metrics) -> Metrics:
+    """The metrics of several batches that a step draws: sums of counts, and means of the rest."""
+    counts = {
+        name: mean(jnp.float32(metrics[name].result() + metric.result()))
+        for name, metric in more.items()
+        if name in metrics and name.startswith(SUMS)
+    }
+    return merge(metrics, more) | counts
+
+
+def _without_columns(logs: Sequence[RewardLog]) -> RewardLog:
+    """What was logged in several batches, but for values of single samples."""
+    bare = [log._replace(columns={}) for log in logs]
+    return merge_logs(bare, [np.arange(0)] * len(bare), 0, 0)
 
 
 def _turn_metrics(rounds: Sequence[Mapping[str, float]]) -> Metrics:

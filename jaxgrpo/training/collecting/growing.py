@@ -168,6 +168,11 @@ def _refuse_earlier_samples(share: float, needs: Collection[str]) -> None:
         )
 
 
+def completion_key(column: str) -> str:
+    """How messages name the column of texts that take the place of samples."""
+    return f'data.completion = "{column}"'
+
+
 def make_writer(
     column: str,
     rows: Rows,
@@ -192,11 +197,11 @@ def make_writer(
     Raises: InputError where there is no such column, a text is none or too long, samples are to be
       answered or to grow, or are weighed by how likely they were to what drew them.
     """
-    where = f'data.completion = "{column}"'
+    where = completion_key(column)
     refuse_excluded("data.completion", rollout)
     if grown := sorted({*brought} - {records.EXPERTS}):
         raise InputError(f"{where}: texts have no {grown[0]}; leave out what adds it to samples")
-    _refuse_weights(where, chain, objective)
+    refuse_weights(where, chain, objective)
     samples, longest = rollout.group_size, rollout.max_completion_tokens
     encoded = _encode(where, column, rows, pretrained, rollout, settings.stop_tokens)
 
@@ -257,7 +262,7 @@ def _texts(where: str, rows: Rows, place: int, column: str, samples: int) -> lis
     return list(texts)
 
 
-def _refuse_weights(where: str, chain: AdvantageTransform, objective: Objective) -> None:
+def refuse_weights(where: str, chain: AdvantageTransform, objective: Objective) -> None:
     """Raises: InputError where the method reads the log-probs of what drew its samples."""
     surrogate = objective.surrogate
     if chain.importance or (surrogate.weighs and objective.proximal == "behavior"):
