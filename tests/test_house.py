@@ -277,8 +277,8 @@ LINES = {
     "core": 727,  # with what launches and short collectives take
     "data": 2704,  # with four tasks of experiments, four of several turns, and reasoning-gym's
     "models": 8638,  # with kernels for GPUs, 8 bits, 2,600 of kinds, experts, latents and families
-    "rewards": 2604,  # with two sandboxes, what runs in one of them, and forks for calls
-    "environments": 2723,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
+    "rewards": 2701,  # with two sandboxes, what runs in one of them, and forks for calls
+    "environments": 2719,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
     "rollout": 4730,  # with turns, samples that wait beside their slots, recorded experts
     "update": 2496,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
     "config": 2757,  # with tools and environments, other methods by name, scores of several models

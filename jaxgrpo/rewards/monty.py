@@ -79,7 +79,7 @@ ALIASES = "IOError = EnvironmentError = OSError\nEOFError = SyntaxError\n"
 _ABSENT = re.compile(
     r"name '(?P<name>\w+)' is not defined"
     r"|module '(?P<module>[\w.]+)' has no attribute '(?P<attribute>\w+)'"
-    r"|cannot import name '(?P<part>\w+)' from '(?P<whence>[\w.]+)'.*"
+    r"|cannot import name '(?P<part>\w+)' from '(?P<source>[\w.]+)'.*"
     r"|(?:type object )?'(?P<type>\w+)'(?: object)? has no attribute '(?P<method>\w+)'"
     r"|(?P<fault>Internal error in monty: .*)"
 )
@@ -299,7 +299,7 @@ def _is_lacking(error: Any) -> bool:
         return absent["name"] in {*dir(builtins), *ENDS}
     if absent["type"]:
         return hasattr(getattr(builtins, absent["type"], None), absent["method"])
-    module = absent["module"] or absent["whence"]
+    module = absent["module"] or absent["source"]
     is_loaded = module in sys.modules and module.partition(".")[0] in sys.stdlib_module_names
     return is_loaded and hasattr(sys.modules[module], absent["attribute"] or absent["part"])
 
