@@ -1,4 +1,4 @@
-"""Replays of runs whose samples are answered by an environment that asks for columns of the data."""
+"""Replays of runs with an environment that asks for columns of the data."""
 
 from __future__ import annotations
 
