@@ -50,7 +50,7 @@ from jaxgrpo.update.forward import params_of
 from jaxgrpo.update.optimizer import current_rate
 
 REWARD = "answers"
-SIZES = ("prompts_per_step", "max_prompt_tokens", "max_completion_tokens")
+ROLLOUT = ("prompts_per_step", "max_prompt_tokens", "max_completion_tokens", "call_format")
 STEPS = ("steps", "seed", "tokens_per_micro_batch", "remat", "stop_after_not_finite")
 UNREAD = ("advantage", "reference", "scores", "experience", "tree", "atlas", "eval")
 UNREAD_OF_DATA = ("answer_prefix", "answer_cuts", "max_answer_tokens", "completion")
@@ -100,7 +100,7 @@ def config_for(config: str | Path, overrides: Sequence[str] = ()) -> Config:
         "rewards": [{"use": python_name(REWARD)}],
         "recipe": "sign",
         "loss": {"surrogate": {"use": "reinforce"}, "reduction": {"use": "token_mean"}},
-        "rollout": {"group_size": 1} | {name: tables["rollout"][name] for name in SIZES},
+        "rollout": {"group_size": 1} | {name: tables["rollout"][name] for name in ROLLOUT},
     }
     return configs.from_dict(tables, source=run_config.source)
 
@@ -235,7 +235,9 @@ def make_answer_batches(run: Setup) -> Callable[[int], Rollouts]:
         for place, row in enumerate(rows):
             tokens[place, 0, : len(answers[row])] = answers[row]
             mask[place, 0, : len(answers[row])] = True
-        rewards: Any = {REWARD: np.ones((count, 1), np.float32)}
+        ones = np.ones((count, 1), np.float32)
+        # An environment that rewards has judged no answer.
+        rewards: Any = {reward.name: ones * (reward.name == REWARD) for reward in run.rewards}
         rollouts = dataclasses.replace(only_tokens(prompts, tokens, mask), rewards=rewards)
         return put_prompts(pretrained.mesh, rollouts)
 

@@ -28,6 +28,27 @@ pytestmark = pytest.mark.slow
 
 ROWS = [{"prompt": f"{n}+{n}=", "answer": f"{2 * n}"} for n in range(1, 9)]
 STEPS = 60
+CODE = '''
+class Judge:
+    def reset(self, seed):
+        """Begins."""
+
+    def step(self, text):
+        return "", 1.0, True
+
+
+def look(words: str) -> str:
+    """Looks.
+
+    Args:
+        words: for what
+    """
+    return words
+
+
+def parse(text):
+    return text, []
+'''
 
 
 def write(folder: Path, rows: Any = ROWS, **changes: Any) -> Path:
@@ -215,6 +236,26 @@ def test_the_config_of_a_warm_start_reads_no_method_of_the_run(tmp_path):
     shared = {"experience": {"share": 0.5}, "train.routing": "fresh", "data.completion": "answer"}
     assert sft.config_for(write(tmp_path, **shared)) == read
     assert configs.from_dict(configs.to_tables(read)) == read
+
+
+def test_an_environment_that_rewards_does_not_change_the_loss_of_the_answers(trained, tmp_path):
+    (tmp_path / "mine.py").write_text(CODE)
+    changes = {"environment": f"{tmp_path}/mine.py:Judge", "train.steps": 1}
+    sft.train(Console(quiet=True), sft.config_for(write(tmp_path, **changes)))
+    (line,) = small_run.metrics(tmp_path / "run-sft")
+    assert line["loss"] == pytest.approx(small_run.metrics(trained)[0]["loss"], rel=1e-6)
+
+
+def test_a_warm_start_reads_the_format_of_calls_of_a_run_with_tools(tmp_path):
+    (tmp_path / "mine.py").write_text(CODE)
+    tools = {"tools": [f"{tmp_path}/mine.py:look"], "rollout.max_turns": 3}
+    parse = f"{tmp_path}/mine.py:parse"
+    file = write(tmp_path, **tools, **{"rollout.call_format": parse})
+    read = sft.config_for(file)
+    assert (read.rollout.call_format, read.rollout.max_turns) == (parse, 8)
+    assert setup(read, **sft.SETUP).inputs.chat.tools[0]["function"]["name"] == "look"
+    read = sft.config_for(file, ["rollout.call_format=hermes"])
+    assert read.rollout.call_format == "hermes"
 
 
 def test_the_delimiter_of_an_evaluation_is_not_read(tmp_path):
