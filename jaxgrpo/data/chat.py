@@ -37,7 +37,6 @@ OURS = {
 }
 """Variables of chat templates that no option sets -> what does."""
 
-
 TOOL_TEMPLATE = "tool_use"
 """The name of the template that transformers takes where there are tools, if a tokenizer has it."""
 
@@ -252,8 +251,12 @@ def write(
                 f"{_message_words(chat, place)}: set data.chat_template to a template that writes "
                 "tool_calls, or write the call into the message's text"
             )
-    start = messages[-1]["content"]
-    if is_opened is None and _is_begun(messages) and not text.endswith(start):
+    start, is_begun = messages[-1]["content"], is_opened is None and _is_begun(messages)
+    is_stripped = is_begun and not text.endswith(start)
+    if is_begun and start[:1].isspace():  # what is there may be the template's own
+        shorter = [*messages[:-1], {**messages[-1], "content": start[1:]}]
+        is_stripped |= text == render(chat, shorter, where, is_limited=is_limited)
+    if is_stripped:
         raise InputError(
             f"{where}: {chat.name} strips white space off the message that the model is to "
             f"continue, {_shown(start)}: take the white space out of the message, or set "
@@ -324,12 +327,14 @@ def render(
     Args:
       where: opens messages.
       is_opened: whether the next turn of the assistant is opened behind them; None: it is, unless
-        the last one is the assistant's, which the model then continues.
+        the last one is the assistant's, which the model then continues, or an empty one of it.
       is_limited: in time, memory and length; limits of memory are of the whole process, so that no
         thread may set them.
 
     Raises: InputError with the template's name where it fails, takes too long or writes too much.
     """
+    if is_opened is None and _is_empty(messages):
+        messages, is_opened = messages[:-1], True
     is_begun = is_opened is None and _is_begun(messages)
     # Whatever the template raises, or jinja2 about it.
     render = functools.partial(
@@ -468,6 +473,13 @@ def _find(tokenizer: Any, choice: str, path: str) -> tuple[str | None, str]:
 def _is_begun(messages: Sequence[Message]) -> bool:
     """Whether the model continues a message that the prompt begins."""
     return messages[-1]["role"] == "assistant"
+
+
+def _is_empty(messages: Sequence[Message]) -> bool:
+    """Whether the last message is the assistant's and says nothing: continued by transformers, it
+    may lose the line end that opens a turn."""
+    last = messages[-1]
+    return _is_begun(messages) and not any(last[name] for name in last.keys() - {"role", "name"})
 
 
 def _shown(value: Any) -> str:

@@ -85,6 +85,34 @@ def test_a_template_that_strips_what_the_model_continues_is_refused(
         write(chat, prompt, "row 0")
 
 
+HEADED = (  # as Llama 3's and Gemma's
+    "{% for m in messages %}<{{ m.role }}>\n\n{{ m.content | trim }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>\n\n{% endif %}"
+)
+
+
+def test_an_empty_last_message_by_the_assistant_opens_its_turn(tokenizer, tmp_path):
+    """It was read without the line end in front of the text."""
+    (tmp_path / "t.jinja").write_text(HEADED)
+    for chat in (chat_with(tokenizer, tmp_path / "t.jinja"), chat_with(tokenizer)):
+        opened = write(chat, [USER], "row 0")
+        assert opened.endswith("assistant>\n\n" if "t.jinja" in chat.name else OPENED)
+        empty = {**BEGUN, "content": ""}
+        assert write(chat, [USER, empty], "row 0") == opened
+        assert write(chat, [USER, {**empty, "name": "calculator"}], "row 0") == opened
+    prompts, completions = for_rewards([[USER, empty]], ["4"])
+    assert (prompts, completions[0][0]["content"]) == ([[USER]], "4")
+
+
+@pytest.mark.parametrize("content", ["\n", "\n\n", "\nIt is", "\n\nIt is"])
+def test_white_space_of_the_template_is_not_that_of_the_message(tokenizer, tmp_path, content):
+    for filter_of in ("| trim", ".lstrip()"):
+        (tmp_path / "t.jinja").write_text(HEADED.replace("| trim", filter_of))
+        chat = chat_with(tokenizer, tmp_path / "t.jinja")
+        with pytest.raises(InputError, match="strips white space off the message"):
+            write(chat, [USER, {**BEGUN, "content": content}], "row 0")
+
+
 def test_tokens_are_those_of_transformers_own_chat_encoding(tokenizer):
     prompts = [[USER], [USER, {**BEGUN, "content": "4"}, USER]]
     rows = [{"prompt": prompt} for prompt in prompts]
