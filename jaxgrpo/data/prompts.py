@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import numbers
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,31 +88,37 @@ def load_rows(
         row = FileRow({name: raw.get(name) for name in columns})
         line = where.rpartition(", line ")[2]
         row.line = int(line) if line.isdecimal() else None
-        row["prompt"] = _prompt(where, raw, prompt, needed)
+        row["prompt"] = read_prompt(where, raw, prompt, needed)
         if answer:
             row["answer"] = None if sources.is_gap(raw[answer]) else raw[answer]
         _check_texts(where, row)
         images.refuse(where, row)
-        _check_answer(where, row.get("answer"))
+        if answer:
+            _check_answer(where, row["answer"])
         rows.append(row)
     _check_one_kind(located, [row["prompt"] for row in rows], "prompts")
-    _check_one_kind(located, [row.get("answer") for row in rows], f"column {answer!r}")
+    if answer:
+        _check_one_kind(located, [row["answer"] for row in rows], f"column {answer!r}")
     return rows
 
 
-def join(parts: Mapping[str, list[Row]]) -> list[Row]:
+def join(parts: Mapping[str, list[Row]], answered: Collection[str]) -> list[Row]:
     """The rows of several sources, name -> rows as in `load_rows`, one source after the other. All
     have the same columns; what a row lacks is None.
 
+    Args: answered: the sources that have a column of answers.
     Raises: InputError if prompts or answers are of several kinds.
     """
-    located = [
-        (f"{name}, row {n}", row) for name, rows in parts.items() for n, row in enumerate(rows)
-    ]
+    numbered = {
+        name: [(f"{name}, row {n}", row) for n, row in enumerate(rows)]
+        for name, rows in parts.items()
+    }
+    located = list(itertools.chain.from_iterable(numbered.values()))
     columns = dict.fromkeys(name for _, row in located for name in row)
     rows = [{name: row.get(name) for name in columns} for _, row in located]
     _check_one_kind(located, [row["prompt"] for row in rows], "prompts")
-    _check_one_kind(located, [row.get("answer") for row in rows], "answers")
+    located = [entry for name in answered for entry in numbered[name]]
+    _check_one_kind(located, [row["answer"] for _, row in located], "answers")
     return rows
 
 
@@ -315,8 +322,14 @@ def _check_column(where: str, row: Row, name: str, key: str, otherwise: str) -> 
     )
 
 
-def _prompt(where: str, row: Row, prompt: str, needed: Sequence[str]) -> Any:
-    """A row's prompt: a text, or messages."""
+def read_prompt(where: str, row: Row, prompt: str, needed: Sequence[str] = ()) -> Any:
+    """A row's prompt: a text, or messages.
+
+    Args:
+      prompt: its column, or a template of the columns `needed`; "": as in `load_rows`.
+
+    Raises: InputError, which begins with `where`, for another value.
+    """
     if not prompt:
         return PLACEHOLDER
     if is_template(prompt):

@@ -176,7 +176,7 @@ def _load_mixture(
     keys: DataKeys, parts: Sequence[PartKeys]
 ) -> tuple[list[dict[str, Any]], Mixture]:
     """The rows of several sources, each read by its own keys where it has them."""
-    rows_by_title = {}
+    rows_by_title, answered = {}, []
     for index, part in enumerate(parts):
         source = Source(
             part.path,
@@ -186,10 +186,12 @@ def _load_mixture(
             f"data.path[{index}].path",
             delimiter=keys.delimiter,
         )
-        rows_by_title[part.title] = prompts.load_rows(source, *_part_columns(keys, part))
+        prompt, answer = _part_columns(keys, part)
+        rows_by_title[part.title] = prompts.load_rows(source, prompt, answer)
+        answered += [part.title] * bool(answer)
     weights = tuple(part.weight for part in parts)
     sizes = tuple(map(len, rows_by_title.values()))
-    return prompts.join(rows_by_title), Mixture(tuple(rows_by_title), weights, sizes)
+    return prompts.join(rows_by_title, answered), Mixture(tuple(rows_by_title), weights, sizes)
 
 
 def _part_columns(keys: DataKeys, part: PartKeys) -> tuple[str, str]:

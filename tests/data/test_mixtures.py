@@ -78,12 +78,28 @@ def test_a_policy_that_leaves_rows_out_reads_the_rows_of_the_mixture():
 
 def test_rows_keep_their_columns_and_kinds_must_agree():
     first, second = [{"prompt": "1", "answer": "a", "x": 1}], [{"prompt": "2", "y": 2}]
-    assert prompts.join({"a": first, "b": second}) == [
+    assert prompts.join({"a": first, "b": second}, ["a"]) == [
         {"prompt": "1", "answer": "a", "x": 1, "y": None},
         {"prompt": "2", "answer": None, "x": None, "y": 2},
     ]
     with pytest.raises(InputError, match=r"b, row 0: prompts of several kinds: a list here"):
-        prompts.join({"a": first, "b": [{"prompt": [{"role": "user", "content": "2"}]}]})
+        prompts.join({"a": first, "b": [{"prompt": [{"role": "user", "content": "2"}]}]}, ["a"])
+    third = [{"prompt": "3", "answer": 7}, {"prompt": "3", "answer": "7 cm"}]
+    assert [row["answer"] for row in prompts.join({"a": first, "b": third}, ["a"])[1:]] == [
+        7,
+        "7 cm",
+    ]
+    with pytest.raises(InputError, match=r"b, row 0: answers of several kinds: a number here"):
+        prompts.join({"a": first, "b": third[:1]}, ["a", "b"])
+
+
+def test_only_entries_that_name_a_column_of_answers_have_it_checked(tmp_path):
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path, answer in zip(paths, ("2", 2), strict=True):
+        path.write_text(json.dumps({"prompt": "1+1", "answer": answer}) + "\n")
+    named, unnamed = PartKeys(path=str(paths[0])), PartKeys(path=str(paths[1]), answer="")
+    rows, _ = inputs.load_rows(DataKeys(path=(named, unnamed)))
+    assert [row["answer"] for row in rows] == ["2", 2]
 
 
 def test_a_source_that_loses_all_its_rows_is_named():

@@ -73,6 +73,9 @@ def test_a_file_gives_its_columns_and_the_two_names_rewards_know(write):
 
 def test_an_empty_answer_column_asks_for_none(write):
     assert load_rows(write({"prompt": "x"}), answer="") == [{"prompt": "x"}]
+    rows = {"prompt": "a", "answer": 7}, {"prompt": "b", "answer": "7 cm"}
+    assert load_rows(write(*rows), answer="") == [*rows]
+    assert data.load_rows([{"prompt": "a", "answer": b"7"}], "prompt", "")[0]["answer"] == b"7"
 
 
 def test_a_byte_order_mark_is_not_part_of_the_first_line(tmp_path):
