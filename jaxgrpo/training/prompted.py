@@ -167,13 +167,22 @@ def read_prompts(
             columns_text = ", ".join(sorted(rows[0]))
             raise InputError(f"{where}: the data have no such column; they have {columns_text}")
         else:
-            encoded = _encode([{**row, "prompt": row[prompt]} for row in rows], chat, where)
+            encoded = _encode(_with_column(rows, prompt, where), chat, where)
             longest = max(map(len, encoded))
             columns[field] = _padded(encoded, sharding.rounded_up(mesh, longest, "sequence"))
         for policy in entry.policies.values() or (entry.policy,):
             config = policy_model(policy).config
             check_positions(policy, config, longest, rollout.max_completion_tokens)
     return columns, [*functions.values()]
+
+
+def _with_column(rows: Sequence[Row], column: str, where: str) -> list[Row]:
+    """The rows with a column as the prompt. Raises: InputError with a row that has none there."""
+    names = (f"{where}: {prompts.name_row(rows, place)}" for place in range(len(rows)))
+    return [
+        {**row, "prompt": prompts.read_prompt(name, row, column)}
+        for name, row in zip(names, rows, strict=True)
+    ]
 
 
 def _encode(rows: Sequence[Row], chat: Chat, where: str) -> list[np.ndarray]:

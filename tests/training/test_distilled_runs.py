@@ -24,7 +24,7 @@ from jaxgrpo.data.tasks import arithmetic
 from jaxgrpo.models import sharding
 from jaxgrpo.planning import programs
 from jaxgrpo.training import loop
-from jaxgrpo.training.prompted import successful_sibling
+from jaxgrpo.training.prompted import _with_column, successful_sibling
 from jaxgrpo.training.setup import setup
 from jaxgrpo.training.teachers import read_choices, refuse_too_many
 
@@ -356,3 +356,11 @@ def test_entries_that_say_something_else_are_refused(tmp_path, entry, message):
     with pytest.raises(ConfigError) as caught:
         small_run.config(tmp_path, scores=[{"name": "teacher_logp", **entry}])
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [None, 3, [], [{"role": "user"}], float("nan")])
+def test_a_column_of_prompts_for_scores_names_the_row_that_holds_none(value):
+    rows = [{"prompt": "1+1=", "hint": "two"}, {"prompt": "2+2=", "hint": value}]
+    assert _with_column(rows[:1], "hint", "scores[0].prompt")[0]["prompt"] == "two"
+    with pytest.raises(InputError, match=r"^scores\[0\].prompt: row 1: column 'hint'"):
+        _with_column(rows, "hint", "scores[0].prompt")
