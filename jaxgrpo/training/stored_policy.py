@@ -17,7 +17,7 @@ from rich.console import Console
 
 from jaxgrpo.config import files as configs
 from jaxgrpo.config.files import Config
-from jaxgrpo.config.keys import DataKeys, MeshKeys, RewardKeys, RolloutKeys, config_folder
+from jaxgrpo.config.keys import DataKeys, EvalKeys, MeshKeys, RewardKeys, RolloutKeys, config_folder
 from jaxgrpo.config.own_code import python_name
 from jaxgrpo.config.world import World, find_parser
 from jaxgrpo.core.errors import ConfigError, InputError
@@ -25,7 +25,7 @@ from jaxgrpo.core.types import GENERATOR, WEIGHTS, Params
 from jaxgrpo.data import storage
 from jaxgrpo.data.chat import Chat
 from jaxgrpo.data.prompts import PromptData
-from jaxgrpo.data.sources import Rows
+from jaxgrpo.data.sources import Rows, Source
 from jaxgrpo.data.storage import Place
 from jaxgrpo.environments.calls import Parser
 from jaxgrpo.evaluation.evaluate import (
@@ -175,11 +175,11 @@ def _fitting(rollout: RolloutKeys, positions: int, named_keys: Collection[str]) 
 def find_policy(
     console: Console,
     config: Config,
-    rows: Rows | None = None,
+    source: Source | Rows | None = None,
     has_base: bool = False,
     temperature: float | None = None,
 ) -> tuple[StoredPolicy, PromptData]:
-    """The policy of a config, and the prompts of eval.data (or `rows`).
+    """The policy of a config, and the prompts of a source or of rows; of eval.data by default.
 
     Args:
       has_base: whether another model of its size is in memory with it.
@@ -195,7 +195,7 @@ def find_policy(
     pretrained, chat = _find_model(console, start, config.mesh, config.data)
     rollout, answers = config.rollout, (config.tools, config.environments)
     chat, world = begin_conversations(chat, pretrained.folder, rollout, config.data.forks, *answers)
-    source = rows if rows is not None else eval_source(config.eval, config.data)
+    source = eval_source(config.eval, config.data) if source is None else source
     prompts = load_prompts(config.data, rollout.max_prompt_tokens, chat, source)
     describe = functools.partial(fingerprints.describe_rows, prompts.rows, prompts.encoded)
     fingerprints.refuse_unless_alike(lambda: {"prompts": describe()})
@@ -205,6 +205,16 @@ def find_policy(
     policy = _policy_with_engine(*parts, len(prompts.rows), has_base, rescores)
     _say_decoding(console, policy.engine)
     return dataclasses.replace(policy, world=world), prompts
+
+
+def eval_source_for(target: str | Place, keys: EvalKeys, data: DataKeys) -> Source:
+    """Where the prompts come from that a target is asked: of a run those of its own evaluations,
+    also where it was trained on rows from Python or on saved rollouts. Tables are of its config."""
+    has_rows = False
+    if is_run(target):
+        has_rows = data.path is None and bool(data.prompt)
+        has_rows |= (storage.place_as_named(target) / "replay.json").exists()
+    return eval_source(keys, data, has_rows)
 
 
 def say_dropped(console: Console, prompts: PromptData, max_prompt_tokens: int) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import by_hand
 import datasets
 import gsm8k
+import minimal_config
 import numpy as np
 import pytest
 
@@ -21,7 +22,7 @@ from jaxgrpo.data import tasks
 from jaxgrpo.data.prompts import PLACEHOLDER
 from jaxgrpo.models.hf import folders
 from jaxgrpo.planning import preview
-from jaxgrpo.training import inputs, loop
+from jaxgrpo.training import inputs, loop, stored_policy
 from jaxgrpo.training.setup import setup
 
 pytestmark = pytest.mark.slow
@@ -179,6 +180,18 @@ def test_a_task_keeps_its_columns_beside_training_data_of_another_source():
     for path in ("questions.jsonl", "task:arithmetic:train", parts):
         assert held_out_prompts(path=path, prompt="question") == plain
     assert held_out_prompts(has_rows=True, path=None, prompt="question") == plain
+
+
+def test_a_run_on_rows_from_python_is_evaluated_later_as_it_was_then(tmp_path):
+    changes = {"data": {"prompt": "question"}, "eval.data": "task:demonstrated:test?size=3"}
+    text = configs.to_toml(configs.from_dict(minimal_config.tables(tmp_path / "run", **changes)))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text(text)
+    target = str(tmp_path / "run")
+    asked = stored_policy.config_for(target)
+    source = stored_policy.eval_source_for(target, asked.eval, asked.data)
+    plain = [row["prompt"] for row in tasks.load("task:demonstrated:test", 3)]
+    assert prompts_of_rows(asked.data, source) == plain
 
 
 def test_a_task_in_a_mixture_is_asked_as_its_entry_says():

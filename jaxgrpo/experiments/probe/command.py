@@ -33,6 +33,7 @@ from jaxgrpo.training.stored_policy import (
     NO_REWARD,
     StoredPolicy,
     config_for,
+    eval_source_for,
     find_policy,
     judge_name,
     resolve_judge,
@@ -153,7 +154,8 @@ def _probe(
     """Probes the model of a config with `rows`, or with its eval.data."""
     if not 0.5 <= level < 1:
         raise InputError(f"--level {level}: expected a share from 0.5 to below 1, as 0.99")
-    policy, held_out = find_policy(console, config, rows)
+    source = eval_source_for(target, config.eval, config.data) if rows is None else rows
+    policy, held_out = find_policy(console, config, source)
     say_dropped(console, held_out, config.rollout.max_prompt_tokens)
     longest, world = config.rollout.max_completion_tokens, policy.world
     judge = resolve_judge(config.eval.scorer, config.rewards, longest, reward, world)
@@ -203,7 +205,8 @@ def _config(
         *flat(tables),
         *(text.partition("=")[0].replace(" ", "") for text in overrides),
     }
-    config = dataclasses.replace(config, eval=_eval_keys(config.eval, config.data, user_keys))
+    eval_keys_of_data = _eval_keys(config.eval, config.data, user_keys, rows is not None)
+    config = dataclasses.replace(config, eval=eval_keys_of_data)
     samples = config.eval.samples
     if config.eval.data is None and rows is None:
         problem = "no prompts to probe with; give --data, as task:NAME:train"
@@ -219,15 +222,20 @@ def _config(
     raise InputError(f"probe {target}: {problem}")
 
 
-def _eval_keys(keys: EvalKeys, data: DataKeys, user_keys: Collection[str]) -> EvalKeys:
-    """`keys`; those that are not in `user_keys` are those of the training data, or defaults."""
+def _eval_keys(
+    keys: EvalKeys, data: DataKeys, user_keys: Collection[str], has_rows: bool
+) -> EvalKeys:
+    """`keys`; those that are not in `user_keys` are those of the training data, or defaults.
+
+    Args: has_rows: whether rows are asked in place of any data.
+    """
     default = EvalKeys()
     values = {name: getattr(default, name) for name in ("samples", "prompts", "scorer")}
     if "eval.data" in user_keys:
         values |= {"subset": default.subset, "split": default.split}
-    elif isinstance(data.path, tuple):
+    elif isinstance(data.path, tuple) and not has_rows:
         raise InputError(f"data.path mixes {', '.join(data.paths)}: give --data, one of them")
-    elif data.path is not None:
+    elif isinstance(data.path, str):
         values |= {"data": data.path, "subset": data.subset, "split": data.split}
     values = {name: value for name, value in values.items() if f"eval.{name}" not in user_keys}
     return dataclasses.replace(keys, **values)

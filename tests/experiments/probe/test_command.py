@@ -8,12 +8,15 @@ import json
 import math
 
 import comparisons
+import minimal_config
 import numpy as np
 import pytest
 import small_run
 import tables
+import tomli_w
 
 from jaxgrpo.cli import main
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.experiments.probe import command
 
 pytestmark = pytest.mark.slow
@@ -48,6 +51,16 @@ def command_words(folder, *more):
     """The arguments of a probe of the table in a folder."""
     words = ("--data", folder / "data.jsonl", "--reward", tables.REWARD)
     return folder / "model", *words, *more, "--set", *tables.GEOMETRY, "data.answer=answer"
+
+
+def test_rows_from_python_are_asked_beside_a_config_that_mixes_data(tmp_path):
+    mixed = [{"path": "task:arithmetic:train"}, {"path": "task:confidence:train"}]
+    file = tmp_path / "mix.toml"
+    file.write_text(tomli_w.dumps(minimal_config.tables(data={"path": mixed})))
+    config = command._config(str(file), {}, (), rows=[{"prompt": "1+1=", "answer": "2"}])
+    assert config.data.paths == tuple(part["path"] for part in mixed)
+    with pytest.raises(InputError, match=r"data.path mixes .*: give --data, one of them"):
+        command._config(str(file), {}, ())
 
 
 def table(folder, rates):
