@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxgrpo.config import keys
-from jaxgrpo.config.keys import SECTIONS, is_path
+from jaxgrpo.config.keys import SECTIONS, input_folder
 from jaxgrpo.config.own_code import named_file
 from jaxgrpo.config.reading import show
 from jaxgrpo.core.errors import ConfigError, suggest
@@ -60,14 +60,15 @@ def absolute(value: Any, folder: Path, where: str = "") -> Any:
         return [absolute(entry, folder, where) for entry in value]
     is_policy = where == "scores.policy" or where.startswith("scores.policies.")
     is_input = where in _INPUTS or (is_policy and value not in POLICIES)
-    is_input = is_input and is_path(str(value), folder)
+    begin = input_folder(str(value), folder) if is_input else None
+    is_input = begin is not None
     is_input |= where == "data.chat_template" and value not in CHOICES
     is_input |= where == _LOCAL and not is_url(str(value))
     names_code = where.rpartition(".")[2] in _NAMES or where in _CODE
     names_code |= where.startswith("environment.")
     is_file = names_code and named_file(str(value)) is not None
     if isinstance(value, str) and value and (is_input or is_file):
-        return str(folder / os.path.expanduser(value))
+        return str((begin or folder) / os.path.expanduser(value))
     if isinstance(value, str) and where == "run.dir":  # relative to the working directory
         return os.path.expanduser(value)
     if isinstance(value, (datetime.date, datetime.time)):

@@ -392,7 +392,8 @@ class Config:
 
     def resolve(self, path: str) -> str:
         """A path of an input, absolute; "task:..." and names on the hub as they are."""
-        return str(self.folder / path) if is_path(path, self.folder) else path
+        begin = input_folder(path, self.folder)
+        return path if begin is None else str(begin / path)
 
     def at_time(self, time: str | None) -> Config:
         """The config with the time that its chat template writes; None: it writes none."""
@@ -467,6 +468,18 @@ def is_path(value: str, folder: Path) -> bool:
     # Not Path's own methods: they raise on paths that are too long and on unknown homes.
     local = Path(value).suffix in FILES or os.path.exists(folder / os.path.expanduser(value))
     return local or not is_name(value)
+
+
+def input_folder(value: str, folder: Path) -> Path | None:
+    """Where the local path begins that the name of an input means; None: it means none.
+
+    A name on the hub, by `is_path`, is a folder of the working directory where that has one, as
+    libraries of the hub take it.
+    """
+    if is_path(value, folder):
+        return folder
+    here = Path.cwd()
+    return here if is_path(value, here) and os.path.isdir(here / value) else None
 
 
 def config_folder(source: Path | None) -> Path:
