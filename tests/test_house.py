@@ -274,19 +274,19 @@ def test_no_package_has_the_name_of_a_public_function():
 LINES = {
     "advantages": 4119,  # with masks, weights by turn, known answers, teachers, baselines of rows
     "losses": 1387,  # with 290 of surrogates that see an update as a whole, or have other bounds
-    "core": 727,  # with what launches and short collectives take
-    "data": 2704,  # with four tasks of experiments, four of several turns, and reasoning-gym's
-    "models": 8638,  # with kernels for GPUs, 8 bits, 2,600 of kinds, experts, latents and families
-    "rewards": 2701,  # with two sandboxes, what runs in one of them, and forks for calls
-    "environments": 2719,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
+    "core": 730,  # with what launches and short collectives take
+    "data": 2719,  # with four tasks of experiments, four of several turns, and reasoning-gym's
+    "models": 8641,  # with kernels for GPUs, 8 bits, 2,600 of kinds, experts, latents and families
+    "rewards": 2703,  # with two sandboxes, what runs in one of them, and forks for calls
+    "environments": 2735,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
     "rollout": 4730,  # with turns, samples that wait beside their slots, recorded experts
-    "update": 2496,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
-    "config": 2757,  # with tools and environments, other methods by name, scores of several models
-    "evaluation": 760,  # with how two judgements agree
-    "training": 8835,  # 127 of it faults around a run; conversations, damaged runs, sampled memory
-    "planning": 1857,  # 110 of it what compiled programs move, which benchmarks had
-    "experiments": 4155,  # 1,135 of it what methods climb, by enumeration; 87 the atlas
-    "cli": 3628,  # with saved samples judged again, queries answered, small models of 33 families
+    "update": 2554,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
+    "config": 2772,  # with tools and environments, other methods by name, scores of several models
+    "evaluation": 764,  # with how two judgements agree
+    "training": 8879,  # 127 of it faults around a run; conversations, damaged runs, sampled memory
+    "planning": 1860,  # 110 of it what compiled programs move, which benchmarks had
+    "experiments": 4161,  # 1,135 of it what methods climb, by enumeration; 87 the atlas
+    "cli": 3632,  # with saved samples judged again, queries answered, small models of 33 families
 }
 """Lines of code that a package may have, without comments, docstrings and empty lines."""
 

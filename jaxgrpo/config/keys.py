@@ -471,15 +471,12 @@ def is_path(value: str, folder: Path) -> bool:
 
 
 def input_folder(value: str, folder: Path) -> Path | None:
-    """Where the local path begins that the name of an input means; None: it means none.
-
-    A name on the hub, by `is_path`, is a folder of the working directory where that has one, as
-    libraries of the hub take it.
-    """
+    """Where the local path begins that the name of an input means; None: it means none. A name on
+    the hub, by `is_path`, is a folder of the working directory where that has one."""
     if is_path(value, folder):
         return folder
-    here = Path.cwd()
-    return here if is_path(value, here) and os.path.isdir(here / value) else None
+    working = Path.cwd()
+    return working if is_path(value, working) and os.path.isdir(working / value) else None
 
 
 def config_folder(source: Path | None) -> Path:
