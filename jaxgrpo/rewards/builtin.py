@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -21,24 +21,45 @@ SHARE = 5  # the default cache is 1 / SHARE of the length limit, as DAPO's 4096 
 LONGEST = 100  # digits; a longer number answers no question, and costs time to compare
 MARKS = 16  # of a text, from its end: one that holds only marks costs no more than another
 
-_FRACTION = r"\\[dt]?frac\s*(?:\{\s*(-?[0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}|([0-9])\s*([0-9]))"
-_SPELLINGS = [
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+_CURRENCY = r"\\?[$€£¥]"
+_DECIMAL = rf"{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+"
+_FRACTION = r"\\[dt]?frac" + "".join(
+    rf"\s*(?:\{{\s*(?P<minus_{part}>-)?\s?(?:{_CURRENCY}\s?)?(?P<{part}>{_DECIMAL})\s*\}}"
+    rf"|(?P<{part}_digit>[0-9]))"
+    for part in ("top", "bottom")
+)
+
+
+def _quotient(fraction: re.Match[str]) -> str:
+    r"""A fraction of LaTeX as NUMBER reads one: \frac{1,500}{-3} is -1,500/3."""
+    signs = fraction["minus_top"], fraction["minus_bottom"]
+    top, bottom = (fraction[part] or fraction[f"{part}_digit"] for part in ("top", "bottom"))
+    return f"{'-' if signs.count('-') == 1 else ''}{top}/{bottom}"
+
+
+_SPACED = rf"-[ \t]+(?={_CURRENCY}|\.?[0-9])"  # a sign only where nothing is subtracted from
+_SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"\\left|\\right|\\[,;:!](?=[0-9,])"), ""),  # LaTeX's thin spaces in a number
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"(?<=[0-9])[\u00a0\u2009\u202f](?=[0-9]{3})"), ""),
-    (re.compile("[\u2212\u2010\u2011\uff0d]"), "-"),
+    (re.compile("[\u2212\u2010-\u2013\uff0d]"), "-"),
+    (re.compile(r"(?<=[A-Za-z])(\s?\}?)\s?\^\s?(?:\{\s?-?[0-9]+\s?\}|-?[0-9]+)"), r"\1"),  # m^2
+    (re.compile(r"\s?\^\s?(?:\\circ(?![A-Za-z])|\{\s?\\circ\s?\})"), "°"),
     (re.compile(rf"(?<=[0-9])\s*(?={_FRACTION})"), " "),  # 2\frac{1}{2} is two and a half
-    (re.compile(_FRACTION), r"\1\3/\2\4"),
+    (re.compile(_FRACTION), _quotient),
+    (re.compile(rf"([={{(\[:][ \t]*|(?<![0-9A-Za-z)\]}}%.\\])\$){_SPACED}"), r"\1-"),
+    (re.compile(rf"\A\s*{_SPACED}(?=[$€£¥\\ ]*[0-9.,/]+\s*\Z)"), "-"),  # a text that is a number
 ]
 """How texts spell what NUMBER reads in one way only."""
 
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 NUMBER = re.compile(
     r"(?P<sign>(?<![0-9A-Za-z.)%])[-+])?"  # "7-5" is a difference, "x = -5" a sign
-    r"(?:(?:\\?[$€£¥]\s?){1,3}(?P<inner>-)?)?"
+    rf"(?:(?:{_CURRENCY}\s?){{1,3}}(?P<inner>-)?)?"
     rf"(?:(?P<integer>{_DIGITS})"
-    rf"(?:(?P<decimals>\.[0-9]+)|(?:\s(?P<over>[0-9]{{1,3}}))?\s?/\s?(?P<under>{_DIGITS}))?"
+    r"(?:(?P<decimals>\.[0-9]+)|\s(?P<over>[0-9]{1,3})(?=\s?/\s?\.?[0-9]))?"
     r"|(?<![0-9A-Za-z])(?P<bare>\.[0-9]+))"
+    rf"(?:\s?/\s?(?P<under>{_DECIMAL}))?"
 )
 """A sign, a currency, digits with or without commas, decimals or a fraction."""
 
@@ -54,6 +75,12 @@ _MARKER = re.compile(
 )
 _OPERATOR = re.compile(r"\s*(?:[-+*/×÷=^x]|\\times|\\cdot|\\div)\s*[-($\\.0-9]")
 _OPENING = re.compile(r"[\s*_:=~`\"'(\[]*(?:\\[(\[]\s*)?")  # before a number that follows at once
+_MINUS = re.compile(rf"[ \t*_:=~`\"'(\[]*{_SPACED}")  # on a new line it would be a bullet
+_DISPLAY = re.compile(
+    r"[\s*_:]*(?:(?:\\[\[(]|\$\$|```(?:te?xt|math|(?:la)?tex)?|\\begin\{[a-z]+\*?\})"
+    r"[ \t]*\r?\n\s*)+"
+)
+_CLOSING = re.compile(r"\\[])]|\$\$|```|\\end\{")
 
 
 def completion_text(completion: Any) -> str:
@@ -214,6 +241,8 @@ def gsm8k_answer(
 
     Numbers are compared exactly, as fractions: `1,234`, `1234.00`, `$1,234`, `1{,}234`, `1234
     clips`, `2468/2` and `\\frac{2468}{2}` are equal, and so are `50%` and `50`; `0.333` is not 1/3.
+    A minus may be any dash. With a space behind it, it is a sign only where an answer begins, or
+    behind one of `= { ( [ $ :`. Exponents of units, as in `18 m^2`, are no numbers.
     Number words and powers of ten ("seven", "1e3", "5 million") are not read.
 
     Args:
@@ -265,13 +294,18 @@ def _segment(text: str, marker: re.Match[str]) -> str:
     """The text that a mark points to: the inside of braces or tags, the paragraph of `A:`, else the
     line.
 
-    If nothing else is on the mark's line, it is the next line that has text.
+    If nothing else is on the mark's line, it is the next line that has text. Where that opens
+    displayed mathematics or a fence, it is what is inside.
     """
     tail, mark = text[marker.end() :], marker.group()
     if "box" in mark:
         return _braces(tail)
     end = TAGS[3] if mark == TAGS[2] else "\n\n" if mark.endswith("A:") else "\n"
-    return tail.lstrip(" \t\r\n*_:").split(end, 1)[0]
+    if end == "\n" and (display := _DISPLAY.match(tail)):
+        tail, end = _CLOSING.split(tail[display.end() :], maxsplit=1)[0], "\n\n"
+    minus = _MINUS.match(tail)
+    tail = f"-{tail[minus.end() :]}" if minus else tail.lstrip(" \t\r\n*_:")
+    return tail.split(end, 1)[0]
 
 
 def _braces(text: str) -> str:
@@ -307,9 +341,9 @@ def _value(match: re.Match[str] | None) -> Fraction | None:
     integer = (match["integer"] or "0").replace(",", "")
     value = Fraction(integer + (match["decimals"] or match["bare"] or ""))
     if match["under"]:
-        under = int(match["under"].replace(",", ""))
+        under = Fraction(match["under"].replace(",", ""))
         if not under:
             return None
         mixed = match["over"] is not None  # 2 1/2
-        value = value + Fraction(int(match["over"]), under) if mixed else value / under
+        value = value + int(match["over"]) / under if mixed else value / under
     return -value if "-" in (match["sign"], match["inner"]) else value
