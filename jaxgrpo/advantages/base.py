@@ -41,7 +41,8 @@ class AdvantageTransform(NamedTuple):
     provides: tuple[str, ...] = ()  # streams it adds
     importance: bool = False  # weighs by trainer over sampler
     shrinks: bool = False  # its baseline holds the sample itself: 1 - 1/n of the gradient is left
-    shrunk: Any = None  # the transform that takes its place behind one that shrinks; None: itself
+    alone: float = 0.0  # what a part that shrinks leaves of it to a single sample
+    shrunk: Any = None  # alone -> the transform behind one that shrinks so; None: itself
     steps: tuple[tuple[str, AdvantageTransform], ...] = ()  # of a chain: its named steps
 
     def __repr__(self) -> str:
@@ -85,9 +86,9 @@ def stateless(
     )
 
 
-def with_shrunk_form(build: Callable[[bool], AdvantageTransform]) -> AdvantageTransform:
-    """`build(False)`, which behind a step that shrinks the gradient becomes `build(True)`."""
-    return build(False)._replace(shrunk=build(True))
+def with_shrunk_form(build: Callable[[float | None], AdvantageTransform]) -> AdvantageTransform:
+    """`build(None)`, which behind a step that shrinks the gradient becomes `build(alone)`."""
+    return build(None)._replace(shrunk=build)
 
 
 def transform(
@@ -211,7 +212,7 @@ def check_choice(where: str, choices: Sequence[str], **options: str) -> None:
     check(where, f"one of {', '.join(choices)}", lambda value: value in choices, **options)
 
 
-def share_left(mask: Array, dtype: Any) -> Array:
+def share_left(mask: Array, dtype: Any, alone: float = 0.0) -> Array:
     """1 - 1/n [P, 1]: what a baseline that holds the sample itself leaves of a group's gradient.
 
     With a[g] = r[g] - mean_h r[h] over the n samples y[1 ... n] that a policy drew independently,
@@ -224,9 +225,12 @@ def share_left(mask: Array, dtype: Any) -> Array:
     Args:
       mask: [P, G] or [P, G, T], of the samples that count; those that are masked between the
         baseline and what calls this are not among its n.
+      alone: what is left where n is 1. 0 by the formula; 1 behind a baseline that is not taken from
+        a single sample, and 1 - 1/(1 + K) behind one of that sample and K further rewards.
     """
     number = stats.count(mask.any(-1) if mask.ndim == 3 else mask)
-    return 1 - 1 / jnp.maximum(number, 1).astype(dtype)
+    share = 1 - 1 / jnp.maximum(number, 1).astype(dtype)
+    return jnp.where(number == 1, jnp.asarray(alone, dtype), share)
 
 
 def fresh_mask(mask: Array, rollouts: Rollouts) -> Array:

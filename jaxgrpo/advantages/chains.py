@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -77,6 +78,7 @@ def chain(
         ordered=any(step.ordered for _, step in steps),
         importance=any(step.importance for _, step in steps),
         shrinks=any(step.shrinks for _, step in steps),
+        alone=_alone(steps),
         shrunk=_shrunk(name, steps),
         steps=steps,
     )
@@ -335,18 +337,26 @@ def _named(transforms: tuple[Any, ...]) -> Steps:
 
 def _fitted(steps: Steps) -> Steps:
     """The steps, those behind one that shrinks the gradient as they are there."""
-    fitted, shrinks = [], False
-    for key, step in steps:
-        fitted.append((key, (step.shrunk or step) if shrinks else step))
-        shrinks = shrinks or step.shrinks
+    fitted = []
+    for index, (key, step) in enumerate(steps):
+        before = steps[:index]
+        behind = step.shrunk and any(earlier.shrinks for _, earlier in before)
+        fitted.append((key, step.shrunk(_alone(before)) if behind else step))
     return tuple(fitted)
 
 
-def _shrunk(name: str, steps: Steps) -> AdvantageTransform | None:
+def _alone(steps: Steps) -> float:
+    """What the steps that shrink the gradient leave of it to a single sample."""
+    return math.prod(step.alone for _, step in steps if step.shrinks)
+
+
+def _shrunk(name: str, steps: Steps) -> Callable[[float], AdvantageTransform] | None:
     """The chain as it is behind a step that shrinks the gradient; None if it is the same."""
     if all(step.shrunk is None for _, step in steps):
         return None
-    return chain(*(step.shrunk or step for _, step in steps), name=name)
+    return lambda alone: chain(
+        *(step.shrunk(alone) if step.shrunk else step for _, step in steps), name=name
+    )
 
 
 def _check_order(name: str, steps: Steps) -> None:

@@ -42,7 +42,9 @@ def subtract_group_mean(singleton: str = "zero") -> AdvantageTransform:
     def centred(value: Array, mask: Array, group: stats.Summary, rollouts: Rollouts) -> Array:
         return group.centred(value)
 
-    return _unless_flat("subtract_group_mean", centred, singleton)._replace(shrinks=True)
+    return _unless_flat("subtract_group_mean", centred, singleton)._replace(
+        shrinks=True, alone=float(singleton == "raw")
+    )
 
 
 def divide_by_group_std(
@@ -165,7 +167,8 @@ def subtract_length_weighted_mean(singleton: str = "zero") -> AdvantageTransform
         return apart - jnp.where(mask, share * apart, 0).sum(1, keepdims=True)
 
     part = _unless_flat("subtract_length_weighted_mean", centred, singleton)
-    return part._replace(shrinks=True)  # by 1 - 1/n on average over the samples
+    # By 1 - 1/n on average over the samples.
+    return part._replace(shrinks=True, alone=float(singleton == "raw"))
 
 
 def divide_by_group_mean(eps: Scheduled = 0.0) -> AdvantageTransform:
@@ -247,7 +250,8 @@ def normalise_with_virtual_rewards(
         normalised = jnp.where(divisor > 0, centred / jnp.where(divisor > 0, divisor, 1), 0)
         return base.with_value(signal, normalised), {"collapsed": mean(is_flat, group.count > 0)}
 
-    return base.stateless(name, apply, levels=(2,), shrinks=True)
+    part = base.stateless(name, apply, levels=(2,), shrinks=True)
+    return part._replace(alone=count / (count + 1))  # a single sample is of a flat group
 
 
 def max_minus_second() -> AdvantageTransform:

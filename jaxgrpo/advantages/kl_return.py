@@ -45,7 +45,9 @@ def add_kl_return(beta: Scheduled, reference: str = "reference") -> AdvantageTra
     beta n / (n - 1). So a chain scales R by 1 - 1/n there:
     (1 - 1/n) (grad E[r] - beta grad KL) is 0 at the same policy. For samples of one token it is
     (1 - 1/n) (r + R - mean of r + R over the others), and nothing is left to push there either.
-    n counts the samples of the group that reach this step.
+    n counts the samples of the group that reach this step. A single one pays nothing where its
+    reward pushes nothing; all of it behind `singleton="raw"` and `turn_normalise`; K / (K + 1) of
+    it behind `normalise_with_virtual_rewards`.
 
     Put it behind the normalisation. Without the baseline it is, on a signal [P, G],
     `to_tokens(place="last"), kl_in_reward(beta), reward_to_go()`; token-level values stay what
@@ -69,10 +71,10 @@ def add_kl_return(beta: Scheduled, reference: str = "reference") -> AdvantageTra
     base.check_at_least("add_kl_return", 0, beta=beta)
     needs = base.needed_fields("trainer_logp", f"{reference}_logp")
 
-    def build(shrunk: bool) -> AdvantageTransform:
+    def build(alone: float | None) -> AdvantageTransform:
         def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
             charge = base.at_step(beta, rollouts, jnp.result_type(float))
-            return _charged("add_kl_return", charge, reference, signal, rollouts, shrunk)
+            return _charged("add_kl_return", charge, reference, signal, rollouts, alone)
 
         return base.stateless("add_kl_return", apply, needs=needs)
 
@@ -124,8 +126,8 @@ def add_kl_return_for_validity(
     rates = partial(_rates_from_field, base_rate) if base_rate else from_samples
     needs = base.needed_fields("trainer_logp", "base_logp", reward, base_rate)
 
-    def build(shrunk: bool) -> AdvantageTransform:
-        update = partial(_update, rates, target_validity, max_beta, shrunk)
+    def build(alone: float | None) -> AdvantageTransform:
+        update = partial(_update, rates, target_validity, max_beta, alone)
         return AdvantageTransform(_NAME, partial(_init, reward or base_rate), update, needs)
 
     return base.with_shrunk_form(build)
@@ -152,7 +154,7 @@ def _update(
     rates: Callable[[Rollouts], tuple[dict[str, Array], Metrics]],
     target: Scheduled,
     max_beta: float,
-    shrunk: bool,
+    alone: float | None,
     signal: Signal,
     state: dict[str, Array],
     rollouts: Rollouts,
@@ -164,7 +166,7 @@ def _update(
     rate = jnp.where(met, state["total"] / jnp.where(met, state["count"], 1), 0)
     validity = target_validity(base.at_step(target, rollouts, rate.dtype), rate)
     beta = jnp.minimum(validity.beta, max_beta)
-    new_signal, metrics = _charged(_NAME, beta, "base", signal, rollouts, shrunk)
+    new_signal, metrics = _charged(_NAME, beta, "base", signal, rollouts, alone)
     metrics |= {
         "beta": mean(beta),
         "base_rate": mean(rate, met),
@@ -203,12 +205,13 @@ def _charged(
     reference: str,
     signal: Signal,
     rollouts: Rollouts,
-    shrunk: bool,
+    alone: float | None,
 ) -> tuple[Signal, Metrics]:
     """The signal at its tokens with the KL's return added.
 
     Args:
-      shrunk: whether a baseline before it shrinks the gradient, and the return with it.
+      alone: what a baseline before it, which shrinks the gradient and the return with it, leaves
+        to a single sample; None: no such baseline.
     """
     samples = signal.mask
     signal = at_tokens(name, signal, rollouts)
@@ -216,8 +219,8 @@ def _charged(
     anchor = base.read_field(name, f"{reference}_logp", rollouts)
     distance, clamped = clamp(log_ratio(policy, anchor, signal.mask))
     charge = jnp.asarray(beta, distance.dtype)
-    if shrunk:
-        charge = charge * base.share_left(samples, distance.dtype)[..., None]
+    if alone is not None:
+        charge = charge * base.share_left(samples, distance.dtype, alone)[..., None]
     paid = jnp.where(signal.mask, sum_behind(-charge * distance), 0)
     other_count = stats.count(signal.mask) - signal.mask.astype(jnp.int32)
     baseline = (paid.sum(1, keepdims=True) - paid) / jnp.maximum(other_count, 1).astype(paid.dtype)

@@ -197,19 +197,19 @@ def kl_in_reward(
     base.check_choice("kl_in_reward", _POLICIES, policy=policy)
     needs = base.needed_fields(f"{reference}_logp", "trainer_logp" if policy == "trainer" else None)
 
-    def apply(shrunk: bool, signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
+    def apply(alone: float | None, signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         distance, clamped = _distance(policy, reference, signal.mask, rollouts)
         value = stats.widen(signal.value)
         charge = jnp.asarray(base.at_step(beta, rollouts, value.dtype), value.dtype)
-        if shrunk:
-            charge = charge * base.share_left(signal.mask, value.dtype)[..., None]
+        if alone is not None:
+            charge = charge * base.share_left(signal.mask, value.dtype, alone)[..., None]
         charged = base.with_value(signal, value - charge * distance.astype(value.dtype))
         shares = {"kl": distance, "log_ratio_clamped": clamped}
         return charged, {name: mean(share, signal.mask) for name, share in shares.items()}
 
     return base.with_shrunk_form(
-        lambda shrunk: base.stateless(
-            "kl_in_reward", partial(apply, shrunk), needs=needs, levels=(3,)
+        lambda alone: base.stateless(
+            "kl_in_reward", partial(apply, alone), needs=needs, levels=(3,)
         )
     )
 

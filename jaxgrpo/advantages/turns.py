@@ -124,9 +124,9 @@ def turn_normalise(
     base.check_divisor("turn_normalise", eps, ddof)
     fields, numbers = (turn, turn_reward, state), (scale, gamma, weight, eps)
     apply = functools.partial(_turn_normalised, fields, numbers, std, ddof)
-    # Not relative: a sample that meets one state twice says something by itself.
+    # Not relative: a sample that meets one state twice says something by itself, and pays its KL.
     part = base.stateless("turn_normalise", apply, needs=frozenset(fields), levels=(2,))
-    return part._replace(shrinks=True)
+    return part._replace(shrinks=True, alone=1.0)
 
 
 def keep_turns(

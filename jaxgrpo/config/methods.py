@@ -442,8 +442,8 @@ def _kl_return(options: dict[str, Any]) -> AdvantageTransform:
     factory = advantages.add_kl_return_for_validity if validity else advantages.add_kl_return
     with _naming(factory.__name__):
         step = call(IN_REWARD, factory, options)
-    shrunk = step.shrunk._replace(init=_naming(step.name)(step.shrunk.init))
-    return step._replace(init=_naming(step.name)(step.init), shrunk=shrunk)
+    named = lambda part: part._replace(init=_naming(step.name)(part.init))  # noqa: E731
+    return named(step)._replace(shrunk=lambda alone: named(step.shrunk(alone)))
 
 
 @contextlib.contextmanager

@@ -332,3 +332,60 @@ def test_the_kl_is_scaled_alike_behind_every_baseline_that_holds_the_sample_itse
     ):
         after = paid(adv.sum_rewards(), part)
         np.testing.assert_allclose(after, expected, rtol=0, atol=1e-12, err_msg=part.name)
+
+
+ALONE = {
+    "raw": (adv.subtract_group_mean(singleton="raw"), 1),
+    "lengths": (adv.subtract_length_weighted_mean(singleton="raw"), 1),
+    "turns": (adv.turn_normalise(std=False), 1),
+    "virtual": (adv.normalise_with_virtual_rewards(count=4), 4 / 5),
+    "zero": (adv.subtract_group_mean(), 0),
+}
+
+
+@pytest.mark.parametrize("tail", ["add_kl_return", "kl_in_reward"])
+@pytest.mark.parametrize("name", ALONE)
+def test_a_sample_that_is_alone_pays_as_much_of_the_kl_as_is_left_of_its_reward(name, tail):
+    """By enumeration of all samples of groups of one: the KL's gradient, by that share."""
+    part, share = ALONE[name]
+    policy, reference = (jnp.asarray(RANDOM.normal(size=(3, 2))) for _ in range(2))
+    reward, beta, logp = jnp.asarray(RANDOM.normal(size=4)), 0.7, token_logps(policy)
+    fields = {"token_mask": np.ones((4, 1, LENGTH), bool), "trainer_logp": logp[:, None]}
+    fields["reference_logp"] = token_logps(reference)[:, None]
+    if name == "turns":  # both tokens are a turn, and no state recurs
+        fields["turn"] = np.tile([0, 1], (4, 1, 1))
+        fields |= {"turn_reward": np.zeros((4, 1, 2)), "state_hash": fields["turn"]}
+    to_tokens = [] if name == "turns" else [adv.to_tokens("last")]
+    tails = {
+        "add_kl_return": lambda beta: [adv.add_kl_return(beta)],
+        "kl_in_reward": lambda beta: [*to_tokens, adv.kl_in_reward(beta), adv.reward_to_go()],
+    }
+    charged, free = (
+        run([part, *tails[tail](price)], reward[:, None], **fields)[0].value[:, 0]
+        for price in (beta, 0.0)
+    )
+
+    def objective(table):
+        logp = token_logps(table).sum(-1)
+        return -beta * (jnp.exp(logp) * (logp - token_logps(reference).sum(-1))).sum()
+
+    def estimate(table):
+        chance = jnp.exp(logp.sum(-1))
+        return (chance[:, None] * (charged - free) * token_logps(table)).sum()
+
+    exact = share * jax.grad(objective)(policy)
+    np.testing.assert_allclose(jax.grad(estimate)(policy), exact, rtol=0, atol=1e-9)
+
+
+def test_a_single_live_sample_of_avspo_and_of_verls_centring_pays_its_kl():
+    logps = {"trainer_logp": np.full((1, 2, 1), -1.0), "reference_logp": np.full((1, 2, 1), -4.0)}
+    fields = {"token_mask": np.ones((1, 2, 1), bool), **logps}
+    kl = adv.add_kl_return(0.5)
+    for recipe, options, reward, share in (
+        ("avspo", {}, (1 - 0.6) / (np.std([1, 0.8, 0.6, 0.4, 0.2], ddof=1) + 1e-6), 4 / 5),
+        ("like_verl", {"norm_adv_by_std_in_grpo": False}, 1.0, 1),
+    ):
+        chain = adv.extend(adv.build(recipe, options), kl)
+        value, mask = adv.evaluate(chain, [[1.0, np.nan]], **fields)
+        assert value[0, 0, 0] == pytest.approx(reward - share * 0.5 * 3, abs=1e-9)
+        assert mask[0, :, 0].tolist() == [True, False]
