@@ -146,7 +146,10 @@ def evaluate(
     refuse_unread(built_recipe, fields)
     rollouts, spec = plain_rollouts(rewards, mask, **fields)
     signal, _, _ = compute(built_recipe, rollouts, built_recipe.init(spec))
-    return signal.value, signal.mask
+    if mask is None:
+        return signal.value, signal.mask
+    live = signal.mask & _samples(mask, signal.mask.ndim)  # where no reward counts too
+    return jnp.where(live, signal.value, 0), live
 
 
 def _refuse_huge(rewards: Mapping[str, Array]) -> None:
@@ -197,10 +200,20 @@ def plain_rollouts(rewards: Any, mask: Any = None, **fields: Any) -> tuple[Rollo
     rollouts = Rollouts(**contents)
     spec = spec_of(rollouts)
     check_shapes(arrays, {"P": spec.num_prompts, "G": spec.group_size})
+    tokens = rollouts.token_mask
+    if mask is not None and tokens is not None:
+        live_tokens = jnp.where(_samples(mask, 3), tokens, jnp.zeros_like(tokens))
+        rollouts = dataclasses.replace(rollouts, token_mask=live_tokens)
     if rollouts.row is None:
         row = jnp.arange(spec.num_prompts, dtype=jnp.int32)
         rollouts = dataclasses.replace(rollouts, row=row)
     return rollouts, spec._replace(num_rows=_num_rows(rollouts.row))
+
+
+def _samples(mask: Any, ndim: int) -> Array:
+    """The mask [P, G], or [P, G, 1]."""
+    samples = as_array("mask", mask).astype(bool)
+    return samples if ndim == 2 else samples[..., None]
 
 
 def _num_rows(row: Array) -> int:

@@ -92,6 +92,18 @@ def test_a_mask_for_plain_arrays_counts_as_unscored():
     assert mask.tolist() == [[False, True, True, True]]
 
 
+def test_a_mask_leaves_samples_out_where_no_reward_counts():
+    weightless, mask = {"weights": {"reward": 0.0}}, [[True, False]]
+    fields = {"token_mask": [[[1], [1]]], "trainer_logp": [[[-2.0], [-1.0]]]}
+    fields["teacher_logp"] = [[[-1.0], [-3.0]]]
+    value, live = evaluate("opd", [[1.0, 0.0]], mask=mask, options=weightless, **fields)
+    assert value.tolist() == [[[1.0], [0.0]]]
+    assert live.tolist() == [[[True], [False]]]
+    weightless_sum = {"use": "sum_rewards", "reward": 0.0}
+    value, live = evaluate([weightless_sum], [[1.0, 0.0]], mask=mask)
+    assert (value.tolist(), live.tolist()) == ([[0.0, 0.0]], mask)
+
+
 def test_a_huge_group_keeps_its_digits():
     rewards = 1000 + np.random.default_rng(0).normal(size=(1, 200_000)).astype(np.float32)
     oracle = grpo_oracle(rewards, np.ones_like(rewards, bool))
