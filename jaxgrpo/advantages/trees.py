@@ -64,10 +64,7 @@ def tree_normalise(
         tree_variance = node_variance(value, ids, mask, tree, ddof)
         prompt_variance = stats.variance(value, mask, ddof=ddof, about=prompt)
         for node, variance in ((tree, tree_variance), (prompt, prompt_variance)):
-            part = node.centred(value)
-            if std:
-                part = part / jnp.where(node.flat, 1, jnp.sqrt(variance) + eps_value)
-            total = total + jnp.where(node.flat, 0, part)
+            total = total + normalised(node, value, variance, std, eps_value)
         return base.with_value(signal, total), {"flat_trees": mean(tree.flat, mask)}
 
     needs = frozenset({field})
@@ -233,6 +230,17 @@ def node_variance(value: Array, ids: Array, mask: Array, node: stats.Summary, dd
     squares = jnp.broadcast_to(jnp.square(node.centred(value))[:, :, None], same_node.shape)
     (total,) = reduce(summed(squares, same_node), axis=1)
     return total[:, 0] / jnp.maximum(node.count - ddof, 1).astype(value.dtype)
+
+
+def normalised(
+    group: stats.Summary, value: Array, variance: Array, std: bool, eps: float | Array
+) -> Array:
+    """What a value is above the mean of its group, over the deviation; 0 in a flat group."""
+    part = group.centred(value)
+    if std:
+        divisor = jnp.where(group.flat, 1, jnp.sqrt(variance) + eps)
+        part = part / jnp.where(divisor > 0, divisor, jnp.inf)  # eps 0, a variance that underflows
+    return jnp.where(group.flat, 0, part)
 
 
 def _steps(

@@ -264,7 +264,7 @@ def _among_samples(signal: Signal, std: bool, eps: float | Array, ddof: int) -> 
     value = stats.widen(signal.value)
     group = stats.summary(value, signal.mask)
     variance = stats.variance(value, signal.mask, ddof=ddof, about=group)
-    return _divided(group, value, variance, std, eps)
+    return trees.normalised(group, value, variance, std, eps)
 
 
 def _among_states(
@@ -274,18 +274,8 @@ def _among_states(
     steps, members, ids = (array.reshape(len(returns), -1) for array in (returns, valid, states))
     same = trees.node_summary(steps, ids, members)
     variance = trees.node_variance(steps, ids, members, same, ddof)
-    part = jnp.where(members, _divided(same, steps, variance, std, eps), 0)
+    part = jnp.where(members, trees.normalised(same, steps, variance, std, eps), 0)
     return part.reshape(returns.shape), (same.count < 2).reshape(returns.shape)
-
-
-def _divided(
-    group: stats.Summary, value: Array, variance: Array, std: bool, eps: float | Array
-) -> Array:
-    """What a value is above the mean of its group, over the deviation; 0 in a flat group."""
-    part = group.centred(value)
-    if std:
-        part = part / jnp.where(group.flat, 1, jnp.sqrt(variance) + eps)
-    return jnp.where(group.flat, 0, part)
 
 
 def _on_turns(values: Array, turns: Array) -> Array:
