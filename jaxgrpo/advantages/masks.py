@@ -212,7 +212,8 @@ def mask_below_running_deviation(share: Scheduled = 0.5, decay: float = 0.99) ->
         n <- decay n + 1,   m <- m + (mean_p s[p] - m) / n
 
     m is that of the batches before; in the first one all groups stay. Flat groups have s exactly
-    0, as those with fewer than two samples. Put it before the baseline.
+    0, as those with fewer than two samples. Put it before the baseline. Samples of earlier steps
+    (`experience.share`) count for m, since they do for the s that it is compared with.
 
     Args:
       share: 0 or more; a number or a function of the step, such as one that is 0 for some steps.

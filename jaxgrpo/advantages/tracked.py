@@ -6,6 +6,7 @@ first and updates it afterwards. State is saved with the run.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -137,7 +138,8 @@ def ema_baseline(decay: Scheduled = 0.9, initial: float = 0.0) -> AdvantageTrans
 
     The weights of the batches are decay^age over their sum, from the first batch on: no start-up
     bias, and the second batch already has the mean of the first. A batch without a scored sample
-    changes nothing.
+    changes nothing. Samples of earlier steps (`experience.share`) do not count for m: b is what
+    the policy earns, as in `subtract_tracked_success`.
 
     Args:
       decay: weight of the past, in [0, 1): 0 remembers the last batch only; a number or a
@@ -160,11 +162,12 @@ def ema_baseline(decay: Scheduled = 0.9, initial: float = 0.0) -> AdvantageTrans
         value = stats.widen(signal.value)
         centred = value - baseline.astype(value.dtype)
         weight = base.at_step(decay, rollouts, dtype) * state["weight"] + 1
-        batch = stats.mean(signal.value.reshape(-1), signal.mask.reshape(-1), axis=0)[0]
+        fresh = dataclasses.replace(signal, mask=base.fresh_mask(signal.mask, rollouts))
+        batch = stats.mean(fresh.value.reshape(-1), fresh.mask.reshape(-1), axis=0)[0]
         batch = batch.astype(dtype)
         new_state = {"mean": state["mean"] + (batch - state["mean"]) / weight, "weight": weight}
         centred = base.with_value(signal, centred)
-        return centred, _unless_empty(signal, new_state, state), {"baseline": mean(baseline)}
+        return centred, _unless_empty(fresh, new_state, state), {"baseline": mean(baseline)}
 
     return AdvantageTransform("ema_baseline", _zeros("mean", "weight"), update, levels=(2,))
 
@@ -178,7 +181,8 @@ def divide_by_running_scale(
 
     One number for the whole batch, fixed before it: the expected gradient keeps its direction. An
     s of exactly 0 (all values were equal) divides by 1. A batch whose values are all equal counts
-    with variance exactly 0.
+    with variance exactly 0. Samples of earlier steps (`experience.share`) count: s is the scale of
+    what an update sees.
 
     Args:
       decay: weight of the past, in [0, 1); a number or a function of the step.
@@ -224,7 +228,8 @@ def smooth_standardise(eps: Scheduled = 1e-6) -> AdvantageTransform:
     of their variances and the variance of their means, this group's too: what was learnt on a row
     does not jump with the luck of a group. A flat group has now = 0 and teaches by its distance
     from M, unless the row was always so. A row drawn twice in a batch is judged by the visits
-    before both. A group with fewer than two scored samples is 0 and no visit.
+    before both. A group with fewer than two scored samples is 0 and no visit. What is remembered
+    leaves out samples of earlier steps (`experience.share`).
 
     Args:
       eps: added to both deviations, in units of reward; a deviation of exactly 0 gives 0.
@@ -247,6 +252,9 @@ def smooth_standardise(eps: Scheduled = 1e-6) -> AdvantageTransform:
         group, dtype = stats.summary(signal.value, signal.mask), state["mean"].dtype
         variance = stats.variance(signal.value, signal.mask, ddof=1, about=group)
         visit = group.count > 1
+        fresh = base.fresh_mask(signal.mask, rollouts)
+        drawn = stats.summary(signal.value, fresh)
+        drawn_variance = stats.variance(signal.value, fresh, ddof=1, about=drawn)
         earlier = _Visits(*(state[key][row][:, None] for key in ("visits", "mean", "squares")))
         after = earlier.joined(*(leaf.astype(dtype) for leaf in (visit, group.mean, variance)))
         number = jnp.maximum(after.visits, 1)
@@ -258,7 +266,7 @@ def smooth_standardise(eps: Scheduled = 1e-6) -> AdvantageTransform:
         moved = ((smooth != 0) & signal.mask).any(1, keepdims=True)
         shares = {"flat_with_signal": mean(moved, visit & group.flat)}
         metrics: Metrics = {"visits": mean(number, visit), **shares}
-        new_state = _with_visits(state, row, visit, group.mean, variance)
+        new_state = _with_visits(state, row, drawn.count > 1, drawn.mean, drawn_variance)
         return base.with_value(signal, smooth), new_state, metrics
 
     init = base.row_state(name, _INSTEAD, "visits", "mean", "squares", samples=2)

@@ -154,6 +154,20 @@ def test_right_samples_of_earlier_steps_say_nothing_of_the_policy():
     assert (states[-1]["successes"][0], states[-1]["samples"][0]) == (1, 2)
 
 
+def test_replayed_samples_do_not_move_what_is_remembered_of_a_policy():
+    batch = make_rollouts([[1.0, 0.0, 0.0, 1.0], [1.0, 0.0, 1.0, 1.0]], replayed=[[0, 0, 0, 1]] * 2)
+    fresh = make_rollouts([[1.0, 0.0, 0.0], [1.0, 0.0, 1.0]])
+    for part in (adv.smooth_standardise(), adv.ema_baseline()):
+        _, states = through(part, [batch])
+        _, fresh_states = through(part, [fresh])
+        for name, numbers in fresh_states[-1].items():
+            np.testing.assert_allclose(states[-1][name], numbers, rtol=1e-6, err_msg=name)
+    assert states[-1]["mean"] == pytest.approx(0.5)
+    two_replayed = make_rollouts([[0.0, 1.0, 1.0]], replayed=[[0, 1, 1]])
+    _, states = through(adv.smooth_standardise(), [two_replayed])
+    assert states[-1]["visits"][0] == 0
+
+
 def test_a_rows_first_estimate_may_be_a_column_of_the_data():
     part = adv.subtract_tracked_success(initial="rate", keep=1.0)
     batch = make_rollouts([[1.0], [0.0], [1.0]], [0, 1, 2], rate=[0.25, 0.75, NAN])
