@@ -83,8 +83,7 @@ def rescore(
       does not exist or asks for a column that is not there, and as rewards do.
     """
     folder, config = read_run(run)
-    tables, source = configs.to_tables(config), config.source
-    config = configs.from_dict(tables, overrides, source=source, is_stored=True)
+    config = configs.from_dict(configs.to_tables(config), overrides, is_stored=True)
     steps = find_steps(folder, step)
     names = ["config.toml", *(f"samples/step_{number}.jsonl" for number in steps)]
     check_writable(out, inputs=[*config.data.paths, *(str(folder / name) for name in names)])

@@ -235,9 +235,9 @@ def make_answer_batches(run: Setup) -> Callable[[int], Rollouts]:
         for place, row in enumerate(rows):
             tokens[place, 0, : len(answers[row])] = answers[row]
             mask[place, 0, : len(answers[row])] = True
-        ones = np.ones((count, 1), np.float32)
+        full = np.ones((count, 1), np.float32)
         # An environment that rewards has judged no answer.
-        rewards: Any = {reward.name: ones * (reward.name == REWARD) for reward in run.rewards}
+        rewards: Any = {reward.name: full * (reward.name == REWARD) for reward in run.rewards}
         rollouts = dataclasses.replace(only_tokens(prompts, tokens, mask), rewards=rewards)
         return put_prompts(pretrained.mesh, rollouts)
 

@@ -14,23 +14,23 @@ from jaxgrpo.core.errors import ConfigError
 
 
 def test_a_name_of_a_folder_here_means_it_from_every_directory(tmp_path, monkeypatch):
-    here, there = tmp_path / "here", tmp_path / "there"
-    for folder in (here / "own" / "base", here / "own" / "rows", there / "own"):
+    working, beside = tmp_path / "working", tmp_path / "beside"
+    for folder in (working / "own" / "base", working / "own" / "rows", beside / "own"):
         folder.mkdir(parents=True)
     data = {"path": [{"path": "own/rows"}, {"path": "task:arithmetic:train"}, {"path": "a/hub"}]}
     inputs = {"model": {"path": "own/base"}, "data": data, "eval": {"data": "own/rows"}}
-    (there / "a.toml").write_text(tomli_w.dumps(tables(**inputs)))
-    monkeypatch.chdir(here)
-    config = files.load(there / "a.toml")
+    (beside / "a.toml").write_text(tomli_w.dumps(tables(**inputs)))
+    monkeypatch.chdir(working)
+    config = files.load(beside / "a.toml")
     monkeypatch.chdir(tmp_path)
     for got in (config, files.from_text(files.to_toml(config), "config.toml")):
-        assert got.model.path == f"{here}/own/base"
-        assert got.data.paths == (f"{here}/own/rows", "task:arithmetic:train", "a/hub")
-        assert got.eval.data == f"{here}/own/rows"
-    assert files.load(there / "a.toml").model.path == "own/base"
-    (there / "own" / "base").mkdir()
-    monkeypatch.chdir(here)
-    assert files.load(there / "a.toml").model.path == f"{there}/own/base"
+        assert got.model.path == f"{working}/own/base"
+        assert got.data.paths == (f"{working}/own/rows", "task:arithmetic:train", "a/hub")
+        assert got.eval.data == f"{working}/own/rows"
+    assert files.load(beside / "a.toml").model.path == "own/base"
+    (beside / "own" / "base").mkdir()
+    monkeypatch.chdir(working)
+    assert files.load(beside / "a.toml").model.path == f"{beside}/own/base"
 
 
 FULL: dict[str, Any] = tables(

@@ -188,10 +188,10 @@ def test_a_run_on_rows_from_python_is_evaluated_later_as_it_was_then(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text(text)
     target = str(tmp_path / "run")
-    asked = stored_policy.config_for(target)
-    source = stored_policy.eval_source_for(target, asked.eval, asked.data)
+    run_config = stored_policy.config_for(target)
+    source = stored_policy.eval_source_for(target, run_config.eval, run_config.data)
     plain = [row["prompt"] for row in tasks.load("task:demonstrated:test", 3)]
-    assert prompts_of_rows(asked.data, source) == plain
+    assert prompts_of_rows(run_config.data, source) == plain
 
 
 def test_a_task_in_a_mixture_is_asked_as_its_entry_says():

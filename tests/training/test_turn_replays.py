@@ -36,10 +36,10 @@ def test_a_replay_needs_none_of_the_columns_that_the_environment_reads(tmp_path,
         for n in range(9)
     ]
     data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    both = {"a": f"{code}:Secret", "b": f"{code}:Other"}
+    classes = {"a": f"{code}:Secret", "b": f"{code}:Other"}
     changes = {
         "data": {"path": str(data)},
-        "environment": both if several else f"{code}:Secret",
+        "environment": classes if several else f"{code}:Secret",
         "run.rollouts_every": 1,
         "train.steps": 1,
     }
