@@ -45,13 +45,11 @@ def add_kl_return(beta: Scheduled, reference: str = "reference") -> AdvantageTra
     beta n / (n - 1). So a chain scales R by 1 - 1/n there:
     (1 - 1/n) (grad E[r] - beta grad KL) is 0 at the same policy. For samples of one token it is
     (1 - 1/n) (r + R - mean of r + R over the others), and nothing is left to push there either.
-    n counts the samples of the group that reach this step. A single one pays nothing where its
-    reward pushes nothing; all of it behind `singleton="raw"` and `turn_normalise`; K / (K + 1) of
-    it behind `normalise_with_virtual_rewards`.
+    n counts the samples of the group that reach this step. Of R a single one pays 0; all behind
+    `singleton="raw"` and `turn_normalise`, K / (K + 1) behind `normalise_with_virtual_rewards`.
 
-    Put it behind the normalisation. Without the baseline it is, on a signal [P, G],
-    `to_tokens(place="last"), kl_in_reward(beta), reward_to_go()`; token-level values stay what
-    they are and get R on top.
+    Put it behind the normalisation. Without the baseline it is, on a signal [P, G], `to_tokens(
+    place="last"), kl_in_reward(beta), reward_to_go()`; token-level values get R on top.
 
     Args:
       beta: at least 0, in units of advantage per nat; a number or a function of the step.

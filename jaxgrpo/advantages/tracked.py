@@ -249,12 +249,9 @@ def smooth_standardise(eps: Scheduled = 1e-6) -> AdvantageTransform:
 
     def update(signal: Signal, state: Any, rollouts: Rollouts) -> tuple[Signal, Any, Metrics]:
         row = base.read(name, rollouts, "row")
-        group, dtype = stats.summary(signal.value, signal.mask), state["mean"].dtype
-        variance = stats.variance(signal.value, signal.mask, ddof=1, about=group)
-        visit = group.count > 1
-        fresh = base.fresh_mask(signal.mask, rollouts)
-        drawn = stats.summary(signal.value, fresh)
-        drawn_variance = stats.variance(signal.value, fresh, ddof=1, about=drawn)
+        group, variance = _spread(signal.value, signal.mask)
+        drawn, drawn_variance = _spread(signal.value, base.fresh_mask(signal.mask, rollouts))
+        visit, dtype = group.count > 1, state["mean"].dtype
         earlier = _Visits(*(state[key][row][:, None] for key in ("visits", "mean", "squares")))
         after = earlier.joined(*(leaf.astype(dtype) for leaf in (visit, group.mean, variance)))
         number = jnp.maximum(after.visits, 1)
@@ -271,6 +268,12 @@ def smooth_standardise(eps: Scheduled = 1e-6) -> AdvantageTransform:
 
     init = base.row_state(name, _INSTEAD, "visits", "mean", "squares", samples=2)
     return AdvantageTransform(name, init, update, levels=(2,))
+
+
+def _spread(value: Array, mask: Array) -> tuple[stats.Summary, Array]:
+    """Summary and variance (by n - 1) of each group."""
+    group = stats.summary(value, mask)
+    return group, stats.variance(value, mask, ddof=1, about=group)
 
 
 class _Visits(NamedTuple):
