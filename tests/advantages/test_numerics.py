@@ -290,7 +290,7 @@ def test_a_deviation_that_underflows_divides_nothing_by_zero():
     tiny = [[1e-30, 2e-30, 3e-30]]
     turns = {"turn": np.zeros((1, 3, 1), int), "turn_reward": np.zeros((1, 3, 1))}
     turns |= {"state_hash": np.zeros((1, 3, 1), int), "token_mask": np.ones((1, 3, 1), bool)}
-    fields = {"tree_normalise": {"tree": [[0, 0, 0]]}, "turn_normalise": turns}
+    fields: dict[str, Any] = {"tree_normalise": {"tree": [[0, 0, 0]]}, "turn_normalise": turns}
     for step in ("divide_by_group_std", "divide_by_batch_std", "whiten_batch", *fields):
         chain = [{"use": "sum_rewards"}, {"use": step, "eps": 0.0}]
         value, _ = adv.evaluate(chain, tiny, **fields.get(step, {}))
