@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -379,7 +380,7 @@ def test_a_sample_that_is_alone_pays_as_much_of_the_kl_as_is_left_of_its_reward(
 
 def test_a_single_live_sample_of_avspo_and_of_verls_centring_pays_its_kl():
     logps = {"trainer_logp": np.full((1, 2, 1), -1.0), "reference_logp": np.full((1, 2, 1), -4.0)}
-    fields = {"token_mask": np.ones((1, 2, 1), bool), **logps}
+    fields: Any = {"token_mask": np.ones((1, 2, 1), bool), **logps}
     kl = adv.add_kl_return(0.5)
     for recipe, options, reward, share in (
         ("avspo", {}, (1 - 0.6) / (np.std([1, 0.8, 0.6, 0.4, 0.2], ddof=1) + 1e-6), 4 / 5),

@@ -183,8 +183,8 @@ def test_a_task_keeps_its_columns_beside_training_data_of_another_source():
 
 
 def test_a_run_on_rows_from_python_is_evaluated_later_as_it_was_then(tmp_path):
-    changes = {"data": {"prompt": "question"}, "eval.data": "task:demonstrated:test?size=3"}
-    text = configs.to_toml(configs.from_dict(minimal_config.tables(tmp_path / "run", **changes)))
+    changes = {"data": {"prompt": "question"}, "eval": {"data": "task:demonstrated:test?size=3"}}
+    text = configs.to_toml(configs.from_dict(minimal_config.tables(**changes)))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text(text)
     target = str(tmp_path / "run")
