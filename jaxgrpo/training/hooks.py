@@ -36,7 +36,7 @@ from jaxgrpo.training.records.folder import plain
 from jaxgrpo.training.records.reading import evaluation_metrics
 from jaxgrpo.training.resets import is_better, make_resetter, refuse_unknown_best, see
 from jaxgrpo.training.stored_policy import policy_for_run
-from jaxgrpo.update.work import count_step, step_flops
+from jaxgrpo.update.work import count_step, split_scoring, step_flops
 
 OnStep = Callable[[int, dict[str, float]], object]
 """Called after a step with its number and metrics."""
@@ -99,7 +99,11 @@ def is_due(number: int, interval: int) -> bool:
 def count_work(opened: OpenRun) -> Hook:
     """Adds up tokens, operations and seconds, and says once per reward what it failed with."""
     progress, display = opened.keeper.progress, opened.display
-    work = count_step(opened.run.blueprint)
+    blueprint = opened.run.blueprint
+    scored = blueprint.chain.needs, blueprint.scored, blueprint.policy_model
+    scoring = split_scoring(blueprint.scores, *scored)
+    method = blueprint.model, blueprint.objective, blueprint.num_iterations
+    work = count_step(*method, *scoring, is_drawn=not blueprint.trains_texts)
 
     def hook(step: StepEnd) -> StepEnd:
         progress.tokens += step.values["num_tokens"]

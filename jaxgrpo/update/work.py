@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from typing import NamedTuple
 
 import jax
 from jax import Array
 
-from jaxgrpo.core.scores import passes
+from jaxgrpo.core.scores import Score, passes
 from jaxgrpo.core.types import Rollouts
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
 from jaxgrpo.models.counts import count_weights
 from jaxgrpo.update import packing
-from jaxgrpo.update.forward import Blueprint
+
+Scoring = list[tuple[Model, float]]
+"""The model of each pass of scoring, and the share of samples that it reads."""
 
 
 class Work(NamedTuple):
@@ -82,18 +84,44 @@ def count_scored(scoring: Iterable[tuple[Model, float]]) -> int:
     return sum(round(share * count_weights(scorer).work) for scorer, share in scoring)
 
 
-def count_step(blueprint: Blueprint) -> Work:
-    """The work of a run's steps."""
-    scores, models = blueprint.scores, blueprint.policy_model
-    by_chain = blueprint.chain.needs & scores.keys()
-    on_all = {entry for entry, _ in passes(scores, by_chain | blueprint.naming(by_chain))}
-    scoring: dict[bool, list[tuple[Model, float]]] = {True: [], False: []}
-    for entry, _ in passes(scores, blueprint.scored):
-        scoring[entry in on_all].append((models(entry.policy), entry.share))
+def split_scoring(
+    scores: Mapping[str, Score],
+    chain_needs: Set[str],
+    scored: Collection[str],
+    find_model: Callable[[str], Model],
+) -> tuple[Scoring, Scoring]:
+    """The passes of scoring: those that advantages read, on all samples, and the rest.
+
+    Args:
+      chain_needs: fields that the chain reads.
+      scored: names of all scores.
+      find_model: gives the model of a policy.
+    """
+    by_chain = chain_needs & scores.keys()
+    named = {field for name in by_chain if (field := scores[name].named_by)}
+    on_all = {entry for entry, _ in passes(scores, by_chain | named)}
+    split: tuple[Scoring, Scoring] = [], []
+    for entry, _ in passes(scores, scored):
+        split[entry not in on_all].append((find_model(entry.policy), entry.share))
+    return split
+
+
+def count_step(
+    model: Model,
+    objective: Objective,
+    num_iterations: int,
+    on_all: Scoring,
+    on_live: Scoring,
+    is_drawn: bool,
+) -> Work:
+    """The work of a run's steps.
+
+    Args:
+      on_all, on_live: as `split_scoring` gives them.
+      is_drawn: whether the model draws the samples.
+    """
     return Work(
-        sampled=0 if blueprint.trains_texts else count_weights(blueprint.model).work,
-        scored=count_scored(scoring[True]),
-        trained=count_trained(
-            blueprint.model, blueprint.objective, blueprint.num_iterations, scoring[False]
-        ),
+        sampled=count_weights(model).work if is_drawn else 0,
+        scored=count_scored(on_all),
+        trained=count_trained(model, objective, num_iterations, on_live),
     )

@@ -184,14 +184,21 @@ def test_passes_of_all_weights_and_of_the_head_alone_are_counted(changes, passes
     assert counted == passes * weights.work + heads * weights.head
 
 
+def count_step(blueprint):
+    needs = blueprint.chain.needs
+    split = work.split_scoring(blueprint.scores, needs, blueprint.scored, blueprint.policy_model)
+    sizes = blueprint.model, blueprint.objective, blueprint.num_iterations
+    return work.count_step(*sizes, *split, is_drawn=True)
+
+
 def test_scores_that_advantages_read_are_counted_on_all_samples():
     devices = topologies.stand_ins("v5e:2x2", 1)
     blueprint = planned.run(devices=devices, recipe="top_entropy").blueprint
     weights = count_weights(blueprint.model).work
-    assert work.count_step(blueprint) == work.Work(weights, weights, 3 * weights)
+    assert count_step(blueprint) == work.Work(weights, weights, 3 * weights)
     penalty: Any = {"loss": {"kl": {"use": "k2", "beta": 0.1}}}  # which the loss alone reads
     blueprint = planned.run(devices=devices, **penalty).blueprint
-    assert work.count_step(blueprint) == work.Work(weights, 0, 4 * weights)
+    assert count_step(blueprint) == work.Work(weights, 0, 4 * weights)
 
 
 def test_what_is_read_between_drawn_tokens_is_counted_as_they_are():
