@@ -297,8 +297,8 @@ def check_recurrent(geometry: Geometry, mesh: Mesh) -> Geometry:
         )
     if geometry.has_forks:
         problems.append(
-            'data.history = "fork", or files of rollouts with fields.turn:fork: a conversation '
-            "that is rewritten begins inside a row, and states begin with chunks; take samples of "
+            'data.history = "fork": a conversation that is rewritten (fields.turn:fork of files) '
+            "begins inside a row, and states begin with chunks; take samples of "
             'data.history = "exact"'
         )
     refuse_all("a model with layers that recur cannot be trained so:", problems)

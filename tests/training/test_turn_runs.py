@@ -286,7 +286,7 @@ def test_saved_rollouts_that_were_rewritten_are_trained_on_as_in_their_run(tmp_p
     params = jax.jit(hybrid.init)(jax.random.key(0))
     folders.save_model(hybrid, params, tmp_path / "hybrid", tokenizer=tokenizer)
     again["model"] = {"path": str(tmp_path / "hybrid")}
-    with pytest.raises(InputError, match=r"or files of rollouts with fields\.turn:fork"):
+    with pytest.raises(InputError, match=r"rewritten \(fields\.turn:fork of files\) begins"):
         setup(configs.from_dict(again), rollouts=files)
 
 
