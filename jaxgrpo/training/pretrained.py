@@ -298,8 +298,7 @@ def check_recurrent(geometry: Geometry, mesh: Mesh) -> Geometry:
     if geometry.has_forks:
         problems.append(
             'data.history = "fork": a conversation that is rewritten (fields.turn:fork of files) '
-            "begins inside a row, and states begin with chunks; take samples of "
-            'data.history = "exact"'
+            'begins inside a row, and states begin with chunks; take other files, or set it to "exact"'
         )
     refuse_all("a model with layers that recur cannot be trained so:", problems)
     return geometry
