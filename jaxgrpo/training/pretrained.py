@@ -298,7 +298,8 @@ def check_recurrent(geometry: Geometry, mesh: Mesh) -> Geometry:
     if geometry.has_forks:
         problems.append(
             'data.history = "fork": a conversation that is rewritten (fields.turn:fork of files) '
-            'begins inside a row, and states begin with chunks; take other files, or set it to "exact"'
+            "begins inside a row, and states begin with chunks; take other files, or set it to "
+            '"exact"'
         )
     refuse_all("a model with layers that recur cannot be trained so:", problems)
     return geometry
