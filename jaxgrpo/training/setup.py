@@ -293,11 +293,11 @@ def _make_drawing(
       grown, brought: the trees of samples, and the fields that come with them.
     """
     rows, blueprint, world = run_inputs.prompts.rows, method.blueprint, run_inputs.world
-    if run_inputs.replay is not None and completion is not None:
+    is_replay, group = run_inputs.replay is not None, rollout.group_size
+    if is_replay and completion is not None:
         refuse_weights(completion_key(completion), blueprint.chain, blueprint.objective)
-    if run_inputs.replay is not None or completion is None:
-        group, is_drawn = rollout.group_size, run_inputs.replay is None
-        converse = world.converse(rows) if is_drawn and world is not None else None
+    if is_replay or completion is None:
+        converse = None if is_replay or world is None else world.converse(rows)
         return functools.partial(
             draw, method.engine, group_size=group, grown=grown, converse=converse
         )
