@@ -281,7 +281,7 @@ LINES = {
     "environments": 2735,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
     "rollout": 4730,  # with turns, samples that wait beside their slots, recorded experts
     "update": 2566,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
-    "config": 2772,  # with tools and environments, other methods by name, scores of several models
+    "config": 2801,  # with tools and environments, other methods by name, scores of several models
     "evaluation": 764,  # with how two judgements agree
     "training": 8883,  # 127 of it faults around a run; conversations, damaged runs, sampled memory
     "planning": 1860,  # 110 of it what compiled programs move, which benchmarks had

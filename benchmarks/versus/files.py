@@ -26,6 +26,7 @@ from benchmarks.workloads import (
     make_prompts,
     model_config,
 )
+from jaxgrpo.config.files import write_toml
 from jaxgrpo.core.types import Params
 from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.models.hf import folders
@@ -123,10 +124,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    import tomli_w  # which a GPU's machine may lack, and the contest does without
-
     work = write(arguments.workload, arguments.folder)
-    (arguments.folder / "run.toml").write_text(tomli_w.dumps(run_config(work)))
+    (arguments.folder / "run.toml").write_text(write_toml(run_config(work)))
     print(f"jaxgrpo train {arguments.folder / 'run.toml'}")
 
 

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import tomli_w
 from matplotlib.figure import Figure
 
 from docs.experiments import common, escape, formats, trained, x3_advantages
 from docs.experiments.common import Check, Result
 from docs.experiments.trained import Compared
 from jaxgrpo.cli import make_base
+from jaxgrpo.config.files import write_toml
 from jaxgrpo.experiments.compare import experiment as experiments
 from jaxgrpo.experiments.compare import report, results
 from jaxgrpo.experiments.compare.results import Estimate
@@ -72,7 +72,7 @@ def cell_file(cell: Cell, folder: Path = FOLDER) -> Path:
         tables |= FEWER
     file = folder / f"{cell.name}.toml"
     folder.mkdir(parents=True, exist_ok=True)
-    file.write_text(tomli_w.dumps(tables))
+    file.write_text(write_toml(tables))
     return file
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -160,9 +161,58 @@ def shipped() -> dict[str, Path]:
 
 def to_toml(config: Config) -> str:
     """The whole config with every default and absolute paths; `load` gives an equal one back."""
-    import tomli_w
+    return write_toml(to_tables(config))
 
-    return tomli_w.dumps(to_tables(config))
+
+def write_toml(tables: Mapping[str, Any]) -> str:
+    """TOML that `tomllib` reads as these tables. They hold texts, numbers, booleans, lists, tables.
+
+    Python reads TOML and does not write it; so a run needs no package for its own config, which a
+    machine may lack.
+
+    >>> print(write_toml({"recipe": "grpo", "train": {"steps": 2, "learning_rate": 1e-05}}), end="")
+    recipe = "grpo"
+    <BLANKLINE>
+    [train]
+    steps = 2
+    learning_rate = 1e-05
+    """
+    return "\n".join([*_toml_lines(tables, ""), ""]).lstrip("\n")
+
+
+def _toml_lines(table: Mapping[str, Any], name: str) -> Iterator[str]:
+    """The lines of a table, and of those in it, which have headings of their own."""
+    inner = {key: entry for key, entry in table.items() if isinstance(entry, Mapping)}
+    if name and (len(inner) < len(table) or not table):
+        yield from ("", f"[{name}]")
+    for key, entry in table.items():
+        if key not in inner:
+            yield f"{_toml_key(key)} = {_toml_value(entry)}"
+    for key, entry in inner.items():
+        yield from _toml_lines(entry, f"{name}.{_toml_key(key)}".lstrip("."))
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch("[A-Za-z0-9_-]+", key) else _toml_value(key)
+
+
+def _toml_value(value: Any) -> str:
+    """A value on one line; a list of tables, as `rewards`, with each on a line of its own."""
+    if isinstance(value, Mapping):
+        entries = [f"{_toml_key(key)} = {_toml_value(entry)}" for key, entry in value.items()]
+        return f"{{ {', '.join(entries)} }}" if entries else "{}"
+    if isinstance(value, (list, tuple)):
+        has_tables = any(isinstance(entry, Mapping) for entry in value)
+        texts = [*map(_toml_value, value)]
+        lines = "".join(f"\n  {text}," for text in texts)
+        return f"[{lines}\n]" if has_tables else f"[{', '.join(texts)}]"
+    if isinstance(value, str):  # as JSON writes it, which leaves this sign as it is
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    raise TypeError(f"{value!r}: TOML has no {type(value).__name__} as configs hold it")
 
 
 def resume_difference(old: Config, new: Config) -> list[str]:

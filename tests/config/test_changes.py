@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tomllib
 from typing import Any
 
 import pytest
 import tomli_w
+from hypothesis import given
+from hypothesis import strategies as some
 from minimal_config import problems, read, tables
 
 from jaxgrpo.config import files
 from jaxgrpo.config.files import make_config
 from jaxgrpo.core.errors import ConfigError
+
+TEXTS = some.text(some.characters(exclude_categories=["Cs"]), max_size=8)
+NUMBERS = some.integers(-(2**63), 2**63 - 1) | some.floats(allow_nan=False)
+VALUES = some.recursive(
+    some.booleans() | NUMBERS | TEXTS,
+    lambda inner: some.lists(inner, max_size=3) | some.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(some.dictionaries(TEXTS, VALUES, max_size=4))
+def test_what_is_written_is_read_as_it_was(content):
+    """Beside a library that writes TOML."""
+    assert tomllib.loads(files.write_toml(content)) == content
+    assert tomllib.loads(tomli_w.dumps(content)) == content
+
+
+def test_a_config_is_written_where_no_package_for_it_is_installed():
+    code = (
+        "import sys; sys.modules['tomli_w'] = None\n"
+        "from jaxgrpo.config import files\n"
+        "print(files.to_toml(files.load('quickstart')))"
+    )
+    text = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert files.from_text(text.stdout, "run") == files.load("quickstart")
 
 
 def test_a_name_of_a_folder_here_means_it_from_every_directory(tmp_path, monkeypatch):
