@@ -287,3 +287,23 @@ def test_a_stop_string_of_the_run_is_not_in_the_text_and_may_be_asked_for():
     assert turn["content"] == "No"
     with pytest.raises(Refusal, match="stop: what ends a turn is part of the policy"):
         ask(dialect, session, "", messages=[*further, turn, question], stop="</so>")
+
+
+@pytest.mark.parametrize(
+    ("further", "added"),
+    [
+        ("</go>\n\n<wall>", "<wall>"),
+        ("</go> <wall>", " <wall>"),
+        ("\n\n<wall>", "\n\n<wall>"),
+    ],
+    ids=["all that was cut", "the string alone", "none of it"],
+)
+def test_a_stop_string_that_a_text_puts_back_stands_once(further, added):
+    """It came again behind the drawn tokens that hold it. The padding, which no text shows, stands
+    for a tokenizer that makes other ids of a text; a last token may hold more than the string."""
+    dialect, session = begin(QUICK)
+    dialect.limits = dialect.limits._replace(stop_strings=("</go>",))
+    asks = functools.partial(ask, dialect, session, path="/v1/completions")
+    _, text = asks(f"<go>{chatting.tokenizer().pad_token}on</go>\n\n", prompt="Go: ")
+    assert text == "<go>on"
+    assert asks("So.<|end|>", prompt=f"Go: {text}{further}")[0] == added

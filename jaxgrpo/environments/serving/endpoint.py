@@ -81,6 +81,7 @@ class Session:
         self._drawn: list[int] = []  # and its answer
         self._messages: list[Message] = []  # of both
         self._text = ""  # of both
+        self._cut: list[str] = []  # what it leaves out at its end: to there, and the string alone
         self._tools: tuple[dict[str, Any], ...] = ()  # that the model has been shown
         self._last: tuple[Prompted, Completion] | None = None  # a query and its answer
 
@@ -120,7 +121,10 @@ class Session:
         turn = self.dialect.message(completion, prompted)
         self._messages = [*prompted.messages, *read_conversation([turn])]
         text = self.dialect.text(completion, prompted.skips)
-        self._text = prompted.text + text if prompted.text else ""
+        self._text, self._cut = prompted.text + text if prompted.text else "", []
+        if isinstance(completion.stop, str):
+            uncut = self.dialect.text(completion._replace(stop=None), prompted.skips)
+            self._cut = [uncut[len(text) :], completion.stop]
         self._last = prompted, completion
         return completion
 
@@ -157,6 +161,8 @@ class Session:
         tokens = self._behind(prompt)
         if tokens is None and self._text and prompted.text.startswith(self._text):
             text = prompted.text[len(self._text) :]
+            drawn = max(filter(text.startswith, self._cut), key=len, default="")
+            text = text.removeprefix(drawn)  # which programs put back
             tokens = self._behind_end(tokenizer(text, add_special_tokens=False)["input_ids"])
         if tokens is None and rest and all(message["role"] != "assistant" for message in rest):
             options = {**prompted.options}
