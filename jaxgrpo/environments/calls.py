@@ -56,9 +56,10 @@ Parser = Callable[..., Reading]
 """(text of a turn, text before it; by default the prompt of a first turn) -> what it says"""
 
 UNREADABLE = "a tool call that cannot be read: {}"
+BROKEN_OFF = "it breaks off"
 DEEPEST = 64  # lists in lists of arguments: what copies and writes them goes down by itself
 
-_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_TAGGED = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^<>\n]+)>")
 # No group crosses a tag: many tags that nothing closes would take the cube of their number.
 _PARAMETER = re.compile(
@@ -68,6 +69,25 @@ _NAME = re.compile(r"\A([^\s<>{}]+)\s*(?=<arg_key>|\Z)")
 _WORDS = r"((?:(?!</?arg_(?:key|value)>).)*+)"
 _PAIR = re.compile(rf"<arg_key>{_WORDS}</arg_key>\s*<arg_value>{_WORDS}</arg_value>", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
+_ARGUMENTS = ("arguments", "parameters")  # what they may be called in JSON
+
+
+class _Style(NamedTuple):
+    """A call between tags whose values are texts. `closing` and `further` are looked for in the
+    parts of a call that are no argument."""
+
+    name: re.Pattern[str]
+    argument: re.Pattern[str]
+    closing: re.Pattern[str] | None  # at the beginning of a part: what ends a call, beside its tag
+    further: re.Pattern[str]  # the name of a second function
+    nameless: str  # the problem of a call without a name
+
+
+_QWEN_XML = _Style(
+    _FUNCTION, _PARAMETER, re.compile(r"\s*</function>"), _FUNCTION, "it names no <function=...>"
+)
+_FURTHER_NAME = re.compile(r"\A\s*\w[^\s<>{}]*\s*\Z")
+_GLM = _Style(_NAME, _PAIR, None, _FURTHER_NAME, "it begins with no name")
 
 
 def hermes(text: str) -> Reading:
@@ -78,7 +98,7 @@ def hermes(text: str) -> Reading:
     >>> hermes('<tool_call>{"name": "add"').calls[0].problem[:34]
     'a tool call that cannot be read: J'
     """
-    calls = [_from_json(part.strip()) for part in _TAGGED.findall(text)]
+    calls = [_from_json(part.strip()) for part, _ in _TAGGED.findall(text)]
     return Reading(_beside(calls, text), calls)
 
 
@@ -88,7 +108,7 @@ def qwen_xml(text: str) -> Reading:
     >>> qwen_xml("<tool_call><function=add><parameter=a>1</parameter></function></tool_call>").calls
     [Call(name='add', arguments={'a': '1'}, problem='', is_text=True, id='')]
     """
-    return _tagged_texts(text, _FUNCTION, _PARAMETER, "it names no <function=...>")
+    return _tagged_texts(text, _QWEN_XML)
 
 
 def glm(text: str) -> Reading:
@@ -97,20 +117,31 @@ def glm(text: str) -> Reading:
     >>> glm("<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>").calls
     [Call(name='f', arguments={'a': '1'}, problem='', is_text=True, id='')]
     """
-    return _tagged_texts(text, _NAME, _PAIR, "it begins with no name")
+    return _tagged_texts(text, _GLM)
 
 
-def _tagged_texts(
-    text: str, name: re.Pattern[str], argument: re.Pattern[str], problem: str
-) -> Reading:
-    calls = []
-    for part in map(str.strip, _TAGGED.findall(text)):
-        if match := name.search(part):
-            arguments = dict(argument.findall(part, match.end()))
-            calls.append(Call(match.group(1).strip(), arguments, is_text=True))
-        else:
-            calls.append(unreadable(problem))
+def _tagged_texts(text: str, style: _Style) -> Reading:
+    calls = [_from_texts(part.strip(), bool(end), style) for part, end in _TAGGED.findall(text)]
     return Reading(_beside(calls, text), calls)
+
+
+def _from_texts(part: str, is_closed: bool, style: _Style) -> Call:
+    """A call from what follows its tag.
+
+    Args:
+      is_closed: by the second tag.
+    """
+    match = style.name.search(part)
+    pieces = style.argument.split(part[match.end() if match else 0 :])  # rest, name, value, ...
+    rests = pieces[::3]
+    if not is_closed and not (style.closing and any(map(style.closing.match, rests))):
+        return unreadable(BROKEN_OFF)
+    if not match:
+        return unreadable(style.nameless)
+    if any(map(style.further.search, rests)):
+        return unreadable("it names several functions: write each between tags of its own")
+    arguments = dict(zip(pieces[1::3], pieces[2::3], strict=True))
+    return Call(match.group(1).strip(), arguments, is_text=True)
 
 
 def _beside(calls: Sequence[Call], text: str) -> str:
@@ -121,10 +152,11 @@ def _beside(calls: Sequence[Call], text: str) -> str:
 
 def llama3(text: str) -> Reading:
     """JSON and nothing else, with "parameters" for the arguments; several calls with ";" between.
+    Without a tag in front, an object that has no arguments is an answer in JSON.
 
     >>> llama3('{"name": "add", "parameters": {"a": 1}}').calls
     [Call(name='add', arguments={'a': 1}, problem='', is_text=False, id='')]
-    >>> llama3("It is 3.")[:2], llama3('{"a": 1}').calls
+    >>> llama3("It is 3.")[:2], llama3('{"name": "Bob", "age": 5}').calls
     (('It is 3.', []), [])
     """
     written = text.strip().removeprefix(_PYTHON_TAG).strip()
@@ -136,6 +168,8 @@ def llama3(text: str) -> Reading:
         begin = place
         try:
             value, place = decoder.raw_decode(written, place)
+            if not is_tagged and isinstance(value, dict) and value.keys().isdisjoint(_ARGUMENTS):
+                return Reading(text.strip(), [])
             calls.append(read(value))
         except (ValueError, RecursionError) as error:
             calls, place = [*calls, unreadable(error)], len(written)
@@ -218,6 +252,8 @@ def _by_tokenizer(tokenizer: Any, opening: str, end: str) -> Parser:
     with refusing(f"{problem}mend it, or name the format that the model writes"):
         field = load_response_template(tokenizer.response_template).fields.get("tool_calls")
     opens = None if field is None else field.open_re
+    # JSON says itself whether it is complete.
+    closes = None if field is None or field.content == "json" else field.close_re
 
     def read_turn(text: str, before: str = opening) -> Reading:
         try:
@@ -226,6 +262,10 @@ def _by_tokenizer(tokenizer: Any, opening: str, end: str) -> Parser:
             calls = [read({**entry, **entry.get("function", {})}) for entry in entries]
         except Exception as error:  # whatever its expressions raise on what a model wrote
             return Reading(text, [unreadable(error)] if opens and opens.search(text) else [])
+        if calls and opens and closes:
+            begin = max((match.end() for match in opens.finditer(text + end)), default=0)
+            if not closes.search(text + end, begin):
+                calls[-1] = unreadable(BROKEN_OFF)
         if any(call.problem for call in calls):
             return Reading(text, calls)
         more = {k: v for k, v in message.items() if k not in ("role", "content", "tool_calls")}

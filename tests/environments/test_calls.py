@@ -138,13 +138,65 @@ def test_xml_without_a_function_and_half_an_object_have_a_problem_too():
     assert llama3('{"name": "add", "parameters": {').calls[0].problem
 
 
+FIRST = {
+    "qwen_xml": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n",
+    "glm": "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n",
+}
+SECOND = {
+    "qwen_xml": "<parameter=b>\n<function=sub>\n2 </function>",
+    "glm": "<arg_key>b</arg_key>\n<arg_value>",
+}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_a_call_that_breaks_off_does_not_run_with_the_arguments_that_are_complete(name):
+    parse, (call,) = FORMATS[name], FORMATS[name](FIRST[name] + "</tool_call>").calls
+    assert call == Call("add", {"a": "1"}, is_text=True)
+    for text in (FIRST[name], FIRST[name] + SECOND[name], "<tool_call>", "<tool_call>add"):
+        (call,) = parse(text).calls
+        assert call.problem == "a tool call that cannot be read: it breaks off"
+        assert parse(text).content == text.strip()
+    (call,) = qwen_xml(FIRST["qwen_xml"] + "</function>\n").calls
+    assert call == Call("add", {"a": "1"}, is_text=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{FIRST['qwen_xml']}</function>\n<function=sub>\n<parameter=b>\n2\n</parameter>",
+        f"{FIRST['qwen_xml']}</function>\n<function=sub>",
+        "<tool_call><function=now></function><function=sub><parameter=b>\n2\n</parameter>",
+        f"{FIRST['glm']}sub\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>",
+        f"{FIRST['glm']}sub\n",
+    ],
+)
+def test_several_functions_between_two_tags_are_not_called_as_the_first_of_them(text):
+    parse = qwen_xml if "<function" in text else glm
+    (call,) = parse(f"{text}</tool_call>").calls
+    assert "it names several functions" in call.problem
+
+
+def test_an_argument_may_hold_what_names_a_function():
+    named = "<function=sub>\n</function>"
+    for name, text in FIRST.items():
+        (call,) = FORMATS[name](text.replace("1", named) + "</tool_call>").calls
+        assert call == Call("add", {"a": named}, is_text=True)
+
+
+def test_an_answer_in_json_is_no_call():
+    for text in ('{"name": "Bob", "age": 5}', '{"is": {"name": "Bob"}}', f"{JSON}; {{'name': 1}}"):
+        text = text.replace("'", '"')
+        assert llama3(text) == Reading(text, [])
+    assert llama3('<|python_tag|>{"name": "now"}').calls == [Call("now", {})]
+
+
 def test_beside_a_call_that_cannot_be_read_the_others_are_calls():
     good, bad = '<tool_call>{"name": "add"}</tool_call>', "<tool_call>{}</tool_call>"
     message = hermes(f"First {good} then {bad}.").as_message()
     assert message["content"] == f"First  then {bad}."
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["add"]
     assert qwen_xml("<tool_call>add</tool_call>").content == "<tool_call>add</tool_call>"
-    half = '{"name": "add"}; {"name": "add", "parameters": {'
+    half = '{"name": "add", "parameters": {}}; {"name": "add", "parameters": {'
     assert llama3(half).content == '{"name": "add", "parameters": {'
     assert [call.name for call in llama3(half).calls] == ["add", ""]
 
@@ -328,6 +380,25 @@ def test_a_response_template_that_reads_other_values_leaves_them_to_a_format():
     del response["fields"]["tool_calls"]["open"]
     parse = choose("auto", history(styled(CALLED["glm"]), response))
     assert parse(WRITTEN["glm"]).calls == glm(WRITTEN["glm"]).calls
+
+
+def test_a_response_template_reads_no_call_that_breaks_off():
+    response = copy.deepcopy(RESPONSE)
+    pattern = r"<parameter=(?P<key>[^<>\n]+)>\n(?P<value>.*?)\n</parameter>"
+    response["fields"]["tool_calls"] |= {
+        "open_pattern": r"<tool_call>\n<function=(?P<name>[^<>\n]+)>",
+        "content": "xml-inline",
+        "content_args": {"tag_pattern": pattern},
+        "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+    }
+    del response["fields"]["tool_calls"]["open"]
+    parse = choose("auto", history(styled(CALLED["qwen_xml"]), response))
+    closed = f"{FIRST['qwen_xml']}</function>\n</tool_call>"
+    assert parse(closed).calls == [Call("add", {"a": "1"}, is_text=True)]
+    for text, count in ((FIRST["qwen_xml"], 1), (closed + FIRST["qwen_xml"], 2)):
+        calls = parse(text).calls
+        assert len(calls) == count
+        assert calls[-1].problem == "a tool call that cannot be read: it breaks off"
 
 
 @pytest.mark.parametrize(

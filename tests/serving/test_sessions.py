@@ -18,7 +18,7 @@ import pytest
 
 from jaxgrpo.config import world
 from jaxgrpo.config.keys import RolloutKeys
-from jaxgrpo.environments.calls import hermes
+from jaxgrpo.environments.calls import glm, hermes, qwen_xml
 from jaxgrpo.environments.serving.dialect import Dialect
 from jaxgrpo.environments.serving.endpoint import REWRITTEN, Session, Sessions, is_program
 from jaxgrpo.environments.serving.fields import Completion, Limits
@@ -104,11 +104,11 @@ QUICK = chatting.TEMPLATES["closed"].replace(
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("look", "go")]
 
 
-def begin(template: str, forks: bool = False) -> tuple[Dialect, Session]:
+def begin(template: str, forks: bool = False, parse: Any = hermes) -> tuple[Dialect, Session]:
     """A sample that has not begun."""
     chat = chatting.chat()._replace(template=template)
     limits = Limits(len(chat.tokenizer), 900, 9, 1.0, 1.0, 0, 0.0, is_turn=True)
-    dialect = Dialect("policy", chat, limits, lambda: lambda text, before: hermes(text), [END])
+    dialect = Dialect("policy", chat, limits, lambda: lambda text, before: parse(text), [END])
     return dialect, Session(dialect, [END], forks)
 
 
@@ -287,6 +287,25 @@ def test_a_stop_string_of_the_run_is_not_in_the_text_and_may_be_asked_for():
     assert turn["content"] == "No"
     with pytest.raises(Refusal, match="stop: what ends a turn is part of the policy"):
         ask(dialect, session, "", messages=[*further, turn, question], stop="</so>")
+
+
+@pytest.mark.parametrize(
+    ("parse", "call"),
+    [
+        (glm, "go<arg_key>to</arg_key><arg_value>north</arg_value>"),
+        (qwen_xml, "<function=go><parameter=to>north</parameter>"),
+    ],
+)
+def test_a_stop_string_that_closes_a_call_leaves_it_a_call(parse, call):
+    """It is not in the text, and without it the call would break off."""
+    dialect, session = begin(QUICK, parse=parse)
+    dialect.limits = dialect.limits._replace(stop_strings=("</tool_call>",))
+    question = {"role": "user", "content": "Where?"}
+    drawn = f"There.<tool_call>{call}</tool_call>"
+    _, turn = ask(dialect, session, drawn, messages=[question], tools=TOOLS)
+    assert turn["content"] == "There."
+    (entry,) = turn["tool_calls"]
+    assert entry["function"] == {"name": "go", "arguments": '{"to": "north"}'}
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,10 @@ class Dialect:
     def message(self, completion: Completion, prompted: Prompted) -> Message:
         """The assistant's message; without calls it is the text as the query wants it. A call has
         the id that the model wrote, if it wrote one."""
-        reading = self.read(self.text(completion, skips=False), prompted)
+        text = self.text(completion, skips=False)
+        reading = self.read(text, prompted)
+        if not reading.calls and isinstance(completion.stop, str):  # which may close a call
+            reading = self.read(text + completion.stop, prompted)
         if not reading.calls:
             reading = Reading(self.text(completion, prompted.skips), [])
         calls = []
