@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import json
@@ -19,6 +20,7 @@ import pytest
 from jaxgrpo.config import world
 from jaxgrpo.config.keys import RolloutKeys
 from jaxgrpo.environments.calls import glm, hermes, qwen_xml
+from jaxgrpo.environments.serving import endpoint
 from jaxgrpo.environments.serving.dialect import Dialect
 from jaxgrpo.environments.serving.endpoint import REWRITTEN, Session, Sessions, is_program
 from jaxgrpo.environments.serving.fields import Completion, Limits
@@ -61,19 +63,16 @@ def test_the_session_of_a_sample_that_broke_is_there_no_longer_than_the_sample()
         sessions._server.close()
 
 
-def test_a_program_that_waits_for_its_turn_ends_with_the_run():
-    """In a notebook, where a run was interrupted, its client and its threads waited for ever."""
-    codes = []
+def post(base_url: str, prompt: str, **headers: str) -> Any:
+    """The answer's document. Raises: urllib.error.HTTPError."""
+    query = json.dumps({"prompt": prompt, "return_token_ids": True}).encode()
+    headers["Content-Type"] = "application/json"
+    request = urllib.request.Request(f"{base_url}/completions", query, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
 
-    def waits(base_url, prompt):
-        query = json.dumps({"prompt": prompt}).encode()
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{base_url}/completions", query, headers)
-        try:
-            urllib.request.urlopen(request, timeout=60)
-        except urllib.error.HTTPError as error:
-            codes.append(error.code)
 
+def make_world(program: Any) -> Any:
     rollout = RolloutKeys(
         prompts_per_step=1,
         group_size=2,
@@ -81,7 +80,45 @@ def test_a_program_that_waits_for_its_turn_ends_with_the_run():
         max_completion_tokens=8,
         call_format="hermes",
     )
-    answers: Any = world.make_world((), {"": waits}, rollout, chatting.chat(), [END])
+    return world.make_world((), {"": program}, rollout, chatting.chat(), [END])
+
+
+def test_programs_that_begin_at_once_have_one_server():
+    """Each thread of a first batch could make one, which then did not know the others' samples."""
+    addresses, count = [], 32
+    endpoint._make_sessions.cache_clear()
+
+    def asks(base_url, prompt):
+        addresses.append(base_url)
+        with contextlib.suppress(urllib.error.HTTPError):
+            post(base_url, prompt)
+
+    answers, begin = make_world(asks), threading.Barrier(count)
+
+    partners = [answers.kinds[""].make() for _ in range(count)]
+
+    def open_partner(partner: Any) -> None:
+        begin.wait()
+        partner.open({"prompt": "ab"}, 1)
+
+    with ThreadPoolExecutor(count) as threads:
+        list(threads.map(open_partner, partners))
+    answers.close()
+    assert len(addresses) == count
+    assert len({address.partition("/samples/")[0] for address in addresses}) == 1
+
+
+def test_a_program_that_waits_for_its_turn_ends_with_the_run():
+    """In a notebook, where a run was interrupted, its client and its threads waited for ever."""
+    codes = []
+
+    def waits(base_url, prompt):
+        try:
+            post(base_url, prompt)
+        except urllib.error.HTTPError as error:
+            codes.append(error.code)
+
+    answers = make_world(waits)
     before = {*threading.enumerate()}
     partners = [answers.kinds[""].make() for _ in range(2)]
     for partner in partners:

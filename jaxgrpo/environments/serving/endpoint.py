@@ -244,10 +244,14 @@ class Sessions:
         return session.dialect.answer(f"/{route}", query, session.draw)
 
 
-@functools.cache
+_make_sessions = functools.cache(Sessions)
+_making = threading.Lock()
+
+
 def shared_sessions() -> Sessions:
-    """Of this process: one server for all its runs."""
-    return Sessions()
+    """Of this process: one server for all its runs, also where many threads begin at once."""
+    with _making:
+        return _make_sessions()
 
 
 class ProgramPartner:
