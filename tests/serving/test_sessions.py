@@ -215,6 +215,49 @@ def test_a_query_that_is_repeated_gets_the_same_turn_again():
     assert (added != "", again["content"]) == (True, "b")
 
 
+def retried(count: Any) -> dict[str, str]:
+    """The header of OpenAI's clients."""
+    return {"x-stainless-retry-count": str(count)}
+
+
+def status(client: Any, *arguments: Any, **headers: str) -> int:
+    """Of a query that is refused."""
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        client(*arguments, **headers)
+    with refused.value as answer:
+        return answer.code
+
+
+@pytest.mark.parametrize("ends", ["answered", "refused", "forks"])
+def test_a_query_that_is_sent_again_waits_for_its_turn(ends):
+    """A client whose patience ended got 409, tried again, and the sample broke."""
+    _, session = begin(QUICK, forks=ends == "forks")
+    sessions, tokens = Sessions(), chatting.ids("ab<|end|>")
+    url = sessions.open(session)
+    with ThreadPoolExecutor(2) as clients:
+        first = clients.submit(post, url, "Go: ")
+        session.events.get(timeout=30)
+        again = clients.submit(post, url, "Go: ", **retried(1))
+        for prompt, count in (("Go: ", 0), ("Go: ", "no number"), ("Go on: ", 1)):
+            assert status(post, url, prompt, **retried(count)) == 409
+        time.sleep(0.3)
+        assert again.done() == (ends == "forks")
+        if ends == "refused":
+            session.close("the program took too long")
+            assert [status(client.result) for client in (first, again)] == [409, 409]
+        else:
+            session.give(Completion(tokens, [0.0] * len(tokens), "stop"), is_last=False)
+            choices = first.result()["choices"]
+            assert choices[0]["token_ids"] == tokens
+        if ends == "forks":
+            assert status(again.result) == 409
+        if ends == "answered":
+            assert again.result()["choices"] == choices
+            assert post(url, "Go: ", **retried(2))["choices"] == choices
+    assert session.events.empty()
+    sessions._server.close()
+
+
 def test_tools_may_be_left_out_and_none_comes_that_the_model_has_not_seen():
     shown = [{"tools": TOOLS}, {"tools": TOOLS[1:]}, {}, {"tools": TOOLS}]
     assert [text.count("<|head|>") for text in talk(shown)] == [2, 0, 0, 0]

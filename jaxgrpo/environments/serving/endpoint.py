@@ -16,6 +16,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from jaxgrpo.data.chat import Message
@@ -75,7 +76,8 @@ class Session:
         self.problem = ""  # why it cannot go on
         self.is_over = False  # no further query is answered
         self._answers: queue.SimpleQueue[Completion | None] = queue.SimpleQueue()
-        self._asking, self._lock = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._pending: tuple[Prompted, Future[Completion]] | None = None  # a query and its turn
         self._is_waiting = False
         self._prompt: list[int] = []  # of the query before
         self._drawn: list[int] = []  # and its answer
@@ -85,15 +87,25 @@ class Session:
         self._tools: tuple[dict[str, Any], ...] = ()  # that the model has been shown
         self._last: tuple[Prompted, Completion] | None = None  # a query and its answer
 
-    def draw(self, prompted: Prompted) -> list[list[Completion]]:
+    def draw(self, prompted: Prompted, is_retry: bool = False) -> list[list[Completion]]:
         """As `dialect.Draw`: the sample's next turn; the last one again where its query is repeated
-        whole, as clients do whose connection broke, unless conversations may be rewritten."""
-        if not self._asking.acquire(blocking=False):
-            raise Refusal(409, "the sample's turn is being drawn: ask for one after the other")
+        whole, as clients do whose connection broke, unless conversations may be rewritten. A turn
+        that is being drawn is waited for where the client says that it asks for it again."""
+        query = prompted, Future[Completion]()
+        with self._lock:
+            pending = self._pending = self._pending or query
+        if pending is not query:
+            if not is_retry or self.forks or pending[0] != prompted:
+                raise Refusal(409, "the sample's turn is being drawn: ask for one after the other")
+            return [[pending[1].result()]]
         try:
-            return [[self._turn(prompted)]]
+            query[1].set_result(self._turn(prompted))
+        except BaseException as error:
+            query[1].set_exception(error)
         finally:
-            self._asking.release()
+            with self._lock:
+                self._pending = None
+        return [[query[1].result()]]
 
     def _turn(self, prompted: Prompted) -> Completion:
         wish = prompted.wish
@@ -241,7 +253,8 @@ class Sessions:
         session = self._sessions.get(key)
         if session is None:
             raise Refusal(400, OVER)
-        return session.dialect.answer(f"/{route}", query, session.draw)
+        draw = functools.partial(session.draw, is_retry=query.is_retry)
+        return session.dialect.answer(f"/{route}", query, draw)
 
 
 _make_sessions = functools.cache(Sessions)

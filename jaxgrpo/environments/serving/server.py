@@ -20,6 +20,8 @@ from jaxgrpo.core.errors import InputError
 
 LARGEST = 32 * 2**20  # bytes of a query
 IDLE = 60.0  # seconds that a connection may say nothing
+RETRIES = "x-stainless-retry-count"
+"""The header in which OpenAI's clients write how often they have sent a query before."""
 
 KINDS = {
     400: "BadRequestError",
@@ -54,6 +56,7 @@ class Query(NamedTuple):
     path: str  # without what follows "?"
     bearer: str  # of the header Authorization; empty: none
     document: dict[str, Any]  # empty with GET
+    is_retry: bool = False  # the client says that it sends it again
 
 
 Document = dict[str, Any] | list[dict[str, Any]]
@@ -184,7 +187,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if has_rest := self.command == "GET" and self._has_document():
             self._discard()
         self.close_connection = closing or has_rest
-        return Query(self.command, path, bearer, document)
+        retries = (self.headers.get(RETRIES) or "").strip("0")
+        return Query(self.command, path, bearer, document, retries.isdecimal())
 
     def _has_document(self) -> bool:
         """Whether the headers announce a document."""
