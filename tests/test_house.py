@@ -278,7 +278,7 @@ LINES = {
     "data": 2719,  # with four tasks of experiments, four of several turns, and reasoning-gym's
     "models": 8641,  # with kernels for GPUs, 8 bits, 2,600 of kinds, experts, latents and families
     "rewards": 2729,  # with two sandboxes, what runs in one of them, and forks for calls
-    "environments": 2785,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
+    "environments": 2795,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
     "rollout": 4730,  # with turns, samples that wait beside their slots, recorded experts
     "update": 2566,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
     "config": 2801,  # with tools and environments, other methods by name, scores of several models

@@ -258,6 +258,28 @@ def test_a_query_that_is_sent_again_waits_for_its_turn(ends):
     sessions._server.close()
 
 
+SAID = "{{ m.content }}"
+LOOP = "{% for part in m.content %}{{ part.text | trim }}{% endfor %}"
+CONTENTS = {
+    "written as they are": (SAID, "\n"),
+    "texts alone": ("{{ '' + m.content }}", "\n"),
+    "parts": (f"{{% if m.content is string %}}{SAID}{{% else %}}{LOOP}{{% endif %}}", ""),
+}
+
+
+@pytest.mark.parametrize(("written", "between"), CONTENTS.values(), ids=CONTENTS)
+def test_parts_of_a_message_are_put_together_as_in_vllm(written, between):
+    """A template that reads parts puts nothing between them; vLLM hands others lines."""
+    dialect, session = begin(QUICK.replace(SAID, written))
+    parts = [{"type": "text", "text": text} for text in ("Look.", "Where?")]
+    message = {"role": "user", "content": parts}
+    text, turn = ask(dialect, session, "North.<|end|>", messages=[message])
+    assert text == f"<|start|>user\nLook.{between}Where?<|end|>\n<|start|>assistant\n"
+    further = [message, turn, message]
+    text, _ = ask(dialect, session, "So.<|end|>", messages=further)
+    assert text == f"\n<|start|>user\nLook.{between}Where?<|end|>\n<|start|>assistant\n"
+
+
 def test_tools_may_be_left_out_and_none_comes_that_the_model_has_not_seen():
     shown = [{"tools": TOOLS}, {"tools": TOOLS[1:]}, {}, {"tools": TOOLS}]
     assert [text.count("<|head|>") for text in talk(shown)] == [2, 0, 0, 0]

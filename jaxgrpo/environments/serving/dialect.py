@@ -47,6 +47,7 @@ FLAGS = (*OPENS, *IDS)
 CHAT = ("messages", "max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs", *FLAGS)
 GENERATE = ("token_ids", "sampling_params")
 STREAMED = ("/v1/completions", "/v1/chat/completions")  # what answers as a stream, too
+PARTS = "jaxgrpopart", "jaxgrpofurther"  # texts of a message that a template writes on trial
 DEFAULT_TOKENS = 16  # of a completion behind a text or ids, as there
 
 
@@ -152,7 +153,7 @@ class Dialect:
 
     def _chat(self, document: Mapping[str, Any], draw: Draw) -> dict[str, Any]:
         fields = Fields(_with_max_tokens(document), CHAT)
-        messages = read_conversation(document.get("messages"))
+        messages = read_conversation(document.get("messages"), self._between_parts)
         chat = self._chat_with(fields)
         text = self._render(chat, messages, _is_opened(fields, messages))
         prompt = self._encode(text, chat.template is None)
@@ -280,6 +281,18 @@ class Dialect:
                 raise InputError(f"tools: {chat.name} does not write them: leave them out")
         return text
 
+    @functools.cached_property
+    def _between_parts(self) -> str:
+        """What stands between two parts of a message: nothing where the chat template puts parts
+        together, else a line break, as in vLLM."""
+        content = [{"type": "text", "text": text} for text in PARTS]
+        message = {"role": "user", "content": content}
+        try:
+            text = chats.render(self.chat, [message], "messages", True, is_limited=False)
+        except InputError:  # it takes texts alone
+            return "\n"
+        return "" if "".join(PARTS) in text else "\n"
+
     def _encode(self, text: str, has_special: bool) -> list[int]:
         return chats.encode(self.chat, text, has_special)
 
@@ -353,7 +366,7 @@ class Dialect:
         }
 
 
-def read_conversation(value: Any) -> list[Message]:
+def read_conversation(value: Any, between_parts: str = "\n") -> list[Message]:
     """Messages as chat templates read them.
 
     Parts of a text are put together, and the arguments of calls, JSON in a text, are read.
@@ -361,10 +374,10 @@ def read_conversation(value: Any) -> list[Message]:
     """
     if not isinstance(value, list) or not value:
         raise Refusal(400, "messages: expected a list of messages, at least one", "messages")
-    return [_read_message(message, f"messages[{n}]") for n, message in enumerate(value)]
+    return [_read_message(entry, f"messages[{n}]", between_parts) for n, entry in enumerate(value)]
 
 
-def _read_message(value: Any, where: str) -> Message:
+def _read_message(value: Any, where: str, between_parts: str) -> Message:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise Refusal(400, f'{where}: expected {{"role": ..., "content": ...}}', where)
     message = {name: entry for name, entry in value.items() if entry is not None and entry != []}
@@ -372,7 +385,7 @@ def _read_message(value: Any, where: str) -> Message:
     if isinstance(content, list):
         if not all(map(_is_text_part, content)):
             raise Refusal(400, f"{where}.content: only parts of type text are read", where)
-        content = "".join(part["text"] for part in content)
+        content = between_parts.join(part["text"] for part in content)
     if not isinstance(content, str) or ("content" not in message and not calls):
         raise Refusal(400, f"{where}.content: expected a text, or a list of parts of text", where)
     if not isinstance(calls, list):
