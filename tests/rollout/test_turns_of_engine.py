@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -13,6 +14,7 @@ from lettering import Letters
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import decoder, sharding
+from jaxgrpo.models.api import AttentionKind, LayerKind
 from jaxgrpo.models.sequences import call_alone
 from jaxgrpo.rollout.batch import Batch
 from jaxgrpo.rollout.engine import Request, SamplingSettings
@@ -23,6 +25,10 @@ from jaxgrpo.rollout.slots.state import Drawn
 from jaxgrpo.rollout.stopping import StopStrings
 
 KEY = jax.random.key_data(jax.random.key(3))
+WINDOWS = dataclasses.replace(
+    tiny.UNIFORM, pattern=(LayerKind(AttentionKind(window=29)), LayerKind())
+)
+"""Its rings have few columns more than the window, which samples are longer than."""
 PROMPTS, GROUP, WIDTH, STEPS, LIMIT = 5, 3, 6, 48, 8
 
 
@@ -201,13 +207,17 @@ def test_log_probs_are_those_of_the_whole_conversation(config):
 
 @pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("slots", [0, 4])
-def test_turns_that_stop_strings_end_go_on_behind_them(slots):
+@pytest.mark.parametrize(
+    ("config", "slots"),
+    [(tiny.UNIFORM, 0), (tiny.UNIFORM, 4), (WINDOWS, 4)],
+    ids=["full", "few slots", "windows"],
+)
+def test_turns_that_stop_strings_end_go_on_behind_them(config, slots):
     strings = StopStrings(Letters(), ["F", "BC"])
-    spoken, requests, _ = converse(4, 2, slots=slots, stop_strings=strings)
+    spoken, requests, _ = converse(4, 2, config, slots=slots, stop_strings=strings)
     reasons = {turn.reason for turns in spoken.values() for turn in turns}
     assert {"string", "length"} <= reasons
-    assert_log_probs(spoken, requests)
+    assert_log_probs(spoken, requests, config)
 
 
 def test_states_are_refused_where_strings_would_take_tokens_back():

@@ -115,6 +115,20 @@ class Capacity(NamedTuple):
         return self.state + self.working
 
 
+def ring_parts(settings: SamplingSettings, kind: AttentionKind) -> tuple[int, int]:
+    """Parts of a layer's ring and columns of each, as `older_parts` gives them.
+
+    What a slot decodes after its turn has ended takes the place of its oldest tokens, and a further
+    turn reads a window of those before the end. A token ends a turn in the middle of a block. The
+    host sees a stop string once the next segment is under way, a block later.
+    """
+    longest, block = settings.max_completion_tokens, settings.segment_tokens
+    reach = kind.window or longest
+    if settings.max_turns > 1 and settings.stop_strings is not None:
+        reach += block - 1  # of 2 * block - 1 columns at most `older_parts` has a block
+    return older_parts(min(longest, reach), block)
+
+
 class _Caches(NamedTuple):
     """Bytes of keys and values of one layer on a device."""
 
@@ -133,11 +147,11 @@ class _Caches(NamedTuple):
 
     def ring(self, settings: SamplingSettings, kind: AttentionKind, recent: int, older: int) -> int:
         """Of the own tokens of so many sequences with a current block, and with what is older."""
-        longest, block = settings.max_completion_tokens, settings.segment_tokens
         if self.has_lines:
-            return self.columns(kind, older, Lines.columns(longest))
-        parts, columns = older_parts(min(longest, kind.window or longest), block)
-        return self.columns(kind, recent, block) + parts * self.columns(kind, older, columns)
+            return self.columns(kind, older, Lines.columns(settings.max_completion_tokens))
+        parts, columns = ring_parts(settings, kind)
+        recent_bytes = self.columns(kind, recent, settings.segment_tokens)
+        return recent_bytes + parts * self.columns(kind, older, columns)
 
 
 def capacity(

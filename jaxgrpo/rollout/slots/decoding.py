@@ -24,13 +24,13 @@ from jaxgrpo.core.types import GENERATOR, Params
 from jaxgrpo.models import delta, routing
 from jaxgrpo.models.api import AttentionKind, Caller, Constrain, DeltaKind, Model
 from jaxgrpo.models.attention import RINGS, Decoding, Sharing, chunk, decode, decode_lines
-from jaxgrpo.models.cache import Cache, Lines, Ring, cache_dtype, older_parts, settled
+from jaxgrpo.models.cache import Cache, Lines, Ring, cache_dtype, settled
 from jaxgrpo.models.decoder import tokens_with_text
 from jaxgrpo.models.logprobs import confidence_from_logits
 from jaxgrpo.models.recurrence import DeltaState
 from jaxgrpo.rollout.engine import SamplingSettings, record_shapes
 from jaxgrpo.rollout.slots import answering
-from jaxgrpo.rollout.slots.capacity import Sizes
+from jaxgrpo.rollout.slots.capacity import Sizes, ring_parts
 from jaxgrpo.rollout.slots.drawing import Distribution, draw, named_support
 from jaxgrpo.rollout.slots.state import (
     READ,
@@ -83,7 +83,7 @@ def first_state(parts: Parts, sizes: Sizes) -> DecodeState:
         return Lines(*(parts.constrain(zeros, axes) for _ in Lines._fields))
 
     def ring(kind: AttentionKind) -> Ring:
-        older_rings, columns = older_parts(min(longest, kind.window or longest), block)
+        older_rings, columns = ring_parts(settings, kind)
         older = tuple(cache(kind, (bins * slots,), columns) for _ in range(older_rings))
         return Ring(cache(kind, (bins * slots,), block), older)
 
