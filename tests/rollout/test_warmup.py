@@ -20,7 +20,6 @@ KEY = jax.random.key_data(jax.random.key(3))
 PROMPTS, GROUP, STEPS, WIDTH, TEMPERATURE = 9, 8, 12, 6, 0.8
 PERCENTILE = 60.0
 STOP = EarlyStop(window=4, tokens=5, percentile=PERCENTILE, warmup=3)
-TEXT = Interruption(7, (5, 6))
 
 
 @functools.cache
@@ -65,7 +64,7 @@ def expected_lengths(plain, turns=((0, STEPS),)):
             before = 0
             for begin, end in turns:
                 drawn = confidence[prompt, sample, begin:end][mask[prompt, sample, begin:end]]
-                means = windows(drawn)[: end - begin - STOP.window]  # at its end a turn is full
+                means = windows(drawn)
                 assert (np.abs(means - threshold) > 1e-5).all()
                 if (means < threshold).any():
                     lengths[prompt, sample] = before + (means < threshold).argmax() + STOP.window
@@ -114,10 +113,13 @@ def test_four_devices_end_the_samples_of_one():
 
 
 @pytest.mark.full
-def test_a_text_that_interrupts_samples_is_in_no_window():
-    plain = run(interruption=TEXT)
-    lengths = expected_lengths(plain, turns=((0, TEXT.after), (TEXT.end, STEPS)))
-    stopped = run(interruption=TEXT, early_stop=STOP)
+@pytest.mark.parametrize("after", [7, STOP.window])
+def test_a_text_that_interrupts_samples_is_in_no_window(after):
+    text = Interruption(after, (5, 6))
+    plain = run(interruption=text)
+    lengths = expected_lengths(plain, turns=((0, after), (text.end, STEPS)))
+    assert (lengths[plain.token_mask[..., -1]] == after).any()  # by the last window before the text
+    stopped = run(interruption=text, early_stop=STOP)
     assert_stopped(stopped, plain, lengths)
 
 

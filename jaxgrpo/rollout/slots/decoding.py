@@ -153,6 +153,7 @@ def enter(parts: Parts, state: DecodeState, entries: Entries) -> DecodeState:
         support=refreshed(NONE, samples.support),
         length=at_new(0, samples.length),
         stopped=at_new(False, samples.stopped),
+        unsure=at_new(False, samples.unsure),
         ended=at_new(False, samples.ended),
         plays=samples.plays,
     )
@@ -419,18 +420,19 @@ def _written(
     def write(array: Array, value: Array, *index: Array) -> Array:
         return put(array, value, sample, *index)
 
-    if settings.early_stop is not None and samples.confidence is not None:
+    if (stop := settings.early_stop) is not None and samples.confidence is not None:
         scaled = logits.astype(jnp.float32) / temperature(settings, state)
-        config, tokens = parts.model.config, settings.early_stop.tokens
+        config, tokens = parts.model.config, stop.tokens
         has_text = tokens_with_text(config.vocab_size, config.without_text)
         confidence = confidence_from_logits(scaled, tokens, has_text, parts.vocab_shards)
         confidence = jnp.where(drawn, confidence, 0)
-        confidence_sum, unsure = _sum_confidence(
-            settings.early_stop, state, samples.confidence, confidence
+        confidence_sum, unsure = _sum_confidence(stop, state, samples.confidence, confidence)
+        ended |= drawn & unsure
+        samples = dataclasses.replace(
+            samples,
+            confidence=write(samples.confidence, confidence_sum, state.index),
+            unsure=write(samples.unsure, drawn & unsure),
         )
-        confidence_sum = write(samples.confidence, confidence_sum, state.index)
-        samples = dataclasses.replace(samples, confidence=confidence_sum)
-        ended = ended | (drawn & unsure)
     samples = dataclasses.replace(
         samples,
         tokens=write(samples.tokens, next_token, state.index),
@@ -480,7 +482,7 @@ def finals(parts: Parts, samples: Samples, places: Array) -> Finals:
     plays = samples.plays
     values = Finals(
         *(samples.tokens, samples.logp, samples.confidence),
-        *(samples.experts, samples.support, samples.length, samples.stopped),
+        *(samples.experts, samples.support, samples.length, samples.stopped, samples.unsure),
         None if plays is None else dataclasses.replace(plays, state=None),
     )
     return jax.tree.map(take_places, values)

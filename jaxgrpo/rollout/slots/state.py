@@ -43,6 +43,7 @@ class Samples:
     support: Array | None  # [D, M, T, K], what each is drawn among; None: not recorded
     length: Array  # [D, M] int32, tokens so far
     stopped: Array  # [D, M] bool, by a stop token or string
+    unsure: Array  # [D, M] bool, by too little confidence
     ended: Array  # [D, M] bool, by anything
     plays: Plays | None = None  # None: no `answering`
 
@@ -129,6 +130,7 @@ def no_samples(
         support=no_record(SUPPORT),
         length=count,
         stopped=count.astype(bool),
+        unsure=count.astype(bool),
         ended=count.astype(bool),
     )
 
@@ -210,6 +212,7 @@ class Finals(NamedTuple):
     support: Array | None  # [n, T, K]
     length: Array  # [n], tokens, those that were given among them
     stopped: Array  # [n]
+    unsure: Array  # [n]
     plays: Any  # `Plays` without its state; None: no `answering`
 
 

@@ -403,9 +403,7 @@ def make_turns(leavers: Sequence[Leaver], finals: Finals, version: int) -> list[
         new = slice(begin, length)
         reason: Reason = "string" if is_cut else "end"
         if not arrays.stopped[at]:
-            # A turn that was cut may be answered, and end its sample.
-            is_full = length >= begin + request.limit or arrays.plays is not None
-            reason = "length" if is_full else "confidence"
+            reason = "confidence" if arrays.unsure[at] else "length"
         turns.append(
             Turn(
                 request.ordinal,
