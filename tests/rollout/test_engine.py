@@ -115,6 +115,27 @@ def test_a_turn_that_ends_at_its_limit_goes_on_as_if_it_had_not():
 
 
 @pytest.mark.full
+def test_no_slots_are_given_up_for_further_turns_while_samples_are_still_to_come():
+    """Of prompt 1 four samples come, then their further turns, then four more samples."""
+    slots = engine(max_completion_tokens=64, stop_tokens=())
+    long, *short = requests(tiny.prompts(2), group=8)
+    short = [request._replace(limit=4) for request in short]
+    first, later = short[:-4], short[-4:]
+    slots.load(tiny.params(), 0)
+    slots.submit([long._replace(limit=64), *first], 8)
+    turns = {turn.sample: turn for turn in slots.poll()}
+    further = [
+        request._replace(tokens=np.append(request.tokens, turns[request.sample].tokens), offset=4)
+        for request in first[-4:]
+    ]
+    for more in (further, later):
+        slots.submit(more)
+        assert {turn.ordinal for turn in slots.poll()} == {1}  # and not once prompt 0 has ended
+    assert {ordinal for ordinal, _ in poll_all(slots)} == {0}
+    slots.unload()
+
+
+@pytest.mark.full
 def test_one_engine_serves_batches_of_several_group_sizes():
     shared = engine()
     for group, seed in ((3, 0), (5, 1), (3, 0)):

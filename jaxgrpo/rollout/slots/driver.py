@@ -78,7 +78,7 @@ class SlotEngine:
         self._batches: Counter[int] = Counter()
         self._largest: tuple[int, int] = 0, 0  # since `load`: places of a session, and samples
         self._group = 0  # since `load`: samples that a prompt will have
-        self._requested: Counter[int] = Counter()  # and those that were asked for, by ordinal
+        self._requested: dict[int, set[int]] = {}  # and those that were asked for, by ordinal
         self._params: Params | None = None
         self._version = 0
         self._waiting: list[Group] = []
@@ -114,7 +114,7 @@ class SlotEngine:
             raise ValueError("load while turns are under way: poll until all have ended")
         self._params, self._version = self.programs.split(params), version
         self._largest = 0, 0
-        self._group, self._requested = 0, Counter()
+        self._group, self._requested = 0, {}
 
     def submit(self, requests: Sequence[Request], group_size: int = 0) -> None:
         """As `Engine.submit`."""
@@ -125,7 +125,8 @@ class SlotEngine:
         for group in groups:
             self._check(group)
         self._group = max(self._group, group_size)
-        self._requested.update(request.ordinal for request in requests)
+        for request in requests:  # further turns are of samples that were asked for before
+            self._requested.setdefault(request.ordinal, set()).add(request.sample)
         for request, goes_on in pairs:
             if table is not None and goes_on:
                 table.go_on(request)
@@ -144,7 +145,7 @@ class SlotEngine:
         while not turns and (self._waiting or self._session is not None):
             if self._session is None:
                 self._session = self._open(self._params)
-            is_complete = all(number >= self._group for number in self._requested.values())
+            is_complete = all(len(samples) >= self._group for samples in self._requested.values())
             if not self._session.has_ended:
                 turns = self._session.step(self._version, coming if is_complete else None)
             if self._session.has_ended and not (self.settings.max_turns > 1 and (turns or coming)):
