@@ -37,6 +37,7 @@ class AdvantageTransform(NamedTuple):
     levels: tuple[int, ...] = (2, 3)  # ranks of value it takes: 2 is [P, G], 3 is [P, G, T]
     relative: bool = False  # compares the samples of a group: one alone says nothing
     compares_groups: bool = False  # whether a group has an advantage depends on others of the batch
+    counts_flat: bool = False  # what it remembers is of all groups, flat ones too
     ordered: bool = False  # the result depends on the order of the prompts
     provides: tuple[str, ...] = ()  # streams it adds
     importance: bool = False  # weighs by trainer over sampler

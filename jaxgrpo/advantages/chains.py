@@ -75,6 +75,7 @@ def chain(
         levels=(2, 3) if takes_streams else steps[0][1].levels,
         relative=any(step.relative for _, step in steps),
         compares_groups=any(step.compares_groups for _, step in steps),
+        counts_flat=any(step.counts_flat for _, step in steps),
         ordered=any(step.ordered for _, step in steps),
         importance=any(step.importance for _, step in steps),
         shrinks=any(step.shrinks for _, step in steps),

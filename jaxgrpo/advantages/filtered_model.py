@@ -73,7 +73,7 @@ def alpha_dpg(
       alpha: in [0, 1), a number; or a function of the step, which may reach 1: R = v - 1.
       cap: the highest R. It bites where the policy has left what the base finds likely.
       z: how log Z is estimated from a v / pi, at most 0: "group", the mean over this group;
-        "running", over all of the row's samples so far, these included.
+        "running", over all of the row's samples so far, these too; not with `rollout.refill`.
       base_rate: a field [P] that holds Z instead, as measured before; NaN masks the prompt.
       floor: Z where the estimate is 0, in a group without success.
       threshold: the lowest value that is a success; None: values must be 0 or 1.
@@ -317,7 +317,8 @@ def _towards(
 
     needs = base.needed_fields("base_logp", base_rate, "trainer_logp" if off_policy else None)
     part = AdvantageTransform(name, init, update, needs, levels=(2,))
-    return part._replace(importance=off_policy)
+    counts_flat = z == "running" and not base_rate
+    return part._replace(importance=off_policy, counts_flat=counts_flat)
 
 
 def _ratio(name: str, rollouts: Rollouts) -> tuple[Array, Array]:

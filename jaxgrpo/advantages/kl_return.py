@@ -94,10 +94,10 @@ def add_kl_return_for_validity(
     That mean is A in expectation whatever the policy has become, and costs no sample; a group's is
     cut to 1. It is kept for every row of the data, and each step finds its own beta over all
     rows met so far, these samples included. Rows on which the base was never seen to succeed are
-    left out and counted: no beta moves them, though they pay for their distance too. With rewards
-    in {0, 1} behind a leave-one-out or mean baseline, undivided, the fixed point is the base tilted
-    to that rate, behind the mean as in `add_kl_return`; a division by the deviation makes it
-    another beta in every group.
+    left out, a share of rows_left_out: no beta moves them, but they pay for their distance. With
+    rewards in {0, 1} behind a leave-one-out or mean baseline, undivided, the fixed point is the
+    base tilted to that rate, behind the mean as in `add_kl_return`; a division by the deviation
+    makes it another beta in every group. Refused with `rollout.refill`, which discards flat groups.
 
     Args:
       target_validity: in (0, 1), a number or a function of the step.
@@ -109,8 +109,7 @@ def add_kl_return_for_validity(
     Fields: base_logp and trainer_logp [P, G, T]; base_logp against behavior_logp for A.
     Signal: [P, G] or [P, G, T] -> [P, G, T].  What earlier steps masked counts for A.
     State: total, count [rows].  Raises: InputError on a stream; `reward` must choose from several.
-    Metrics: those of `add_kl_return`; beta; base_rate (mean of A over rows met), rows_left_out
-    (share of them), refused (see `sign`).
+    Metrics: `add_kl_return`'s; beta; base_rate, mean of A over rows met; rows_left_out; `sign`'s.
     Source: beta(mu) of arXiv 2605.02375; E[a v / policy] = A as in alpha-DPG, arXiv 2512.05962.
 
     >>> from jaxgrpo.advantages import evaluate
@@ -126,7 +125,8 @@ def add_kl_return_for_validity(
 
     def build(alone: float | None) -> AdvantageTransform:
         update = partial(_update, rates, target_validity, max_beta, alone)
-        return AdvantageTransform(_NAME, partial(_init, reward or base_rate), update, needs)
+        part = AdvantageTransform(_NAME, partial(_init, reward or base_rate), update, needs)
+        return part._replace(counts_flat=True)
 
     return base.with_shrunk_form(build)
 

@@ -213,7 +213,8 @@ def mask_below_running_deviation(share: Scheduled = 0.5, decay: float = 0.99) ->
 
     m is that of the batches before; in the first one all groups stay. Flat groups have s exactly
     0, as those with fewer than two samples. Put it before the baseline. Samples of earlier steps
-    (`experience.share`) count for m, since they do for the s that it is compared with.
+    (`experience.share`) count for m, since they do for the s that it is compared with. Refused with
+    `rollout.refill`: an m of groups that stay, without flat ones, would only grow.
 
     Args:
       share: 0 or more; a number or a function of the step, such as one that is 0 for some steps.
@@ -251,7 +252,8 @@ def mask_below_running_deviation(share: Scheduled = 0.5, decay: float = 0.99) ->
         )
         return masked, new_state, metrics
 
-    return AdvantageTransform(name, init, update, levels=(2,), relative=True)
+    part = AdvantageTransform(name, init, update, levels=(2,), relative=True)
+    return part._replace(counts_flat=True)
 
 
 def mask_group_difficulty(

@@ -289,8 +289,9 @@ def shape_by_effective_rank(
         a[p, g] + min(max(aux, 0), |a[p, g]| / kappa)
 
     The bonus is never negative, of failures too: their advantage comes nearer to 0, and never
-    changes its sign (kappa >= 1). Flat groups stay at 0. In the first batch, which has no u, there
-    is none. A sample with too few strides for a velocity or an acceleration counts 0 for x' alone.
+    changes its sign (kappa >= 1). Flat groups stay at 0, and count for u unless `rollout.refill`
+    discards them. In the first batch, which has no u, there is no bonus. A sample with too few
+    strides for a velocity or an acceleration counts 0 for x' alone.
 
     Args:
       kappa: at least 1; the bonus is at most |a| / kappa.
@@ -303,8 +304,7 @@ def shape_by_effective_rank(
     Signal: [P, G] or [P, G, T], mask unchanged.  State: the running means, and how many batches.
     Metrics: rank, velocity, acceleration, their means; bonus, its mean over unmasked samples.
     Source: VERL (Velocity-Exploiting Rank-Learning), arXiv 2509.23808, with kappa, gain and decay
-      of github.com/hf618/VERL. There scale falls as rewards rise, u begins at 0, and what has no
-      velocity counts as velocity 0.
+      of github.com/hf618/VERL. There scale falls as rewards rise, u begins at 0, no velocity is 0.
 
     >>> from jaxgrpo.advantages import evaluate
     >>> fields = {"effective_rank": [[[1.0, 2.0], [1.0, 1.0]]], "token_mask": [[[1, 1], [1, 1]]]}

@@ -43,9 +43,9 @@ def subtract_tracked_success(
     With n scored samples and N = alpha + beta that is v <- v + n (mean_g r - v) / (rho N + n): the
     rewards' mean with n new observations in a memory of 1 / (1 - rho) visits. One sample per
     prompt is the paper's case; the samples of a group are observations of one policy, so a visit
-    forgets once, however many they are. A row drawn twice in a batch is visited twice, in the
-    order of the prompts; both are judged by the v of before. A group without a scored sample is no
-    visit. Rewards outside [0, 1] are tracked alike; v is then no probability but still their mean.
+    forgets once, however many they are. A row drawn twice in a batch is visited twice, in the order
+    of the prompts; both are judged by the v of before. A group without a scored sample is no visit,
+    nor one that `rollout.refill` discards. Rewards outside [0, 1] are tracked alike, by their mean.
 
     Args:
       keep: rho, the share of old counts that a visit keeps, in [0, 1], or a function of the step;
@@ -93,7 +93,7 @@ def mask_difficulty_band(
     Rare successes on prompts that are too hard are lucky ones, and the largest advantages. The
     estimate drifts as the policy learns, so a row comes and goes; what is masked is still counted.
     A row not seen yet is at a0 / (a0 + b0). No group in the band is legal: a step without a live
-    sample moves nothing. low = 0, high = 1 masks nothing.
+    sample moves nothing. low = 0, high = 1 masks nothing. Refused with `rollout.refill`.
 
     Args:
       low, high: the band of success rates, 0 <= low <= high <= 1.
@@ -127,7 +127,7 @@ def mask_difficulty_band(
         return masked, new_state, metrics
 
     init = base.row_state("mask_difficulty_band", _INSTEAD, "successes", "samples")
-    return AdvantageTransform("mask_difficulty_band", init, update, levels=(2,))
+    return AdvantageTransform("mask_difficulty_band", init, update, levels=(2,), counts_flat=True)
 
 
 def ema_baseline(decay: Scheduled = 0.9, initial: float = 0.0) -> AdvantageTransform:
@@ -139,7 +139,7 @@ def ema_baseline(decay: Scheduled = 0.9, initial: float = 0.0) -> AdvantageTrans
     The weights of the batches are decay^age over their sum, from the first batch on: no start-up
     bias, and the second batch already has the mean of the first. A batch without a scored sample
     changes nothing. Samples of earlier steps (`experience.share`) do not count for m: b is what
-    the policy earns, as in `subtract_tracked_success`.
+    the policy earns, with `rollout.refill` in groups trained on, as in `subtract_tracked_success`.
 
     Args:
       decay: weight of the past, in [0, 1): 0 remembers the last batch only; a number or a
@@ -181,8 +181,8 @@ def divide_by_running_scale(
 
     One number for the whole batch, fixed before it: the expected gradient keeps its direction. An
     s of exactly 0 (all values were equal) divides by 1. A batch whose values are all equal counts
-    with variance exactly 0. Samples of earlier steps (`experience.share`) count: s is the scale of
-    what an update sees.
+    with variance exactly 0. Samples of earlier steps (`experience.share`) count, and discarded ones
+    (`rollout.refill`) do not: s is the scale of what an update sees.
 
     Args:
       decay: weight of the past, in [0, 1); a number or a function of the step.
@@ -229,7 +229,7 @@ def smooth_standardise(eps: Scheduled = 1e-6) -> AdvantageTransform:
     does not jump with the luck of a group. A flat group has now = 0 and teaches by its distance
     from M, unless the row was always so. A row drawn twice in a batch is judged by the visits
     before both. A group with fewer than two scored samples is 0 and no visit. What is remembered
-    leaves out samples of earlier steps (`experience.share`).
+    leaves out samples of earlier steps (`experience.share`). Refused with `rollout.refill`.
 
     Args:
       eps: added to both deviations, in units of reward; a deviation of exactly 0 gives 0.
@@ -267,7 +267,7 @@ def smooth_standardise(eps: Scheduled = 1e-6) -> AdvantageTransform:
         return base.with_value(signal, smooth), new_state, metrics
 
     init = base.row_state(name, _INSTEAD, "visits", "mean", "squares", samples=2)
-    return AdvantageTransform(name, init, update, levels=(2,))
+    return AdvantageTransform(name, init, update, levels=(2,), counts_flat=True)
 
 
 def _spread(value: Array, mask: Array) -> tuple[stats.Summary, Array]:

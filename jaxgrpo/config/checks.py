@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxgrpo import advantages, losses, rewards
+from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config import evaluating, keys, methods, precision, scoring, world
 from jaxgrpo.config.keys import Part, RewardKeys, part_options
 from jaxgrpo.config.own_code import installed, is_reference, named_file
@@ -109,12 +110,14 @@ def _parts(values: Values) -> Iterator[tuple[str, Part, Callable[[Part], Any]]]:
         options = {key: part[key] for key in part_options(part) if not _misspelt(key, RewardKeys)}
         rewards.build(part["use"], **rewards.with_lengths(part["use"], options, limit))
 
-    def kl(part: Part) -> None:
+    def kl(part: Part) -> tuple[AdvantageTransform, ...]:
         methods.build_penalties(part)
         # Rollouts of these rewards, from rows that return; their sizes do not matter.
         spec = RolloutSpec(1, 1, 1, 1, tuple(weights or ("reward",)), num_rows=1)
-        for step in methods.build_tail(part, None):
+        tail = methods.build_tail(part, None)
+        for step in tail:
             step.init(spec)
+        return tail
 
     for index, entry in enumerate(values.get("rewards", ())):
         yield f"rewards[{index}]", {"use": entry.use, **entry.options}, reward
@@ -218,9 +221,10 @@ def _refill(values: Values, parts: BuiltParts) -> Iterator[str]:
             f"{where}: {method} learns from flat groups too; "
             'leave it out, or take a method that compares the samples of a group, recipe = "grpo"'
         )
-    for part, step in chain:
-        if step.compares_groups:
-            yield f"{where}: {part['use']} {methods.COMPARED_GROUPS}"
+    kl, tail = parts.get("loss.kl", ({}, ()))
+    for part, step in (*chain, *((kl, step) for step in tail)):
+        if problem := methods.refill_problem(step):
+            yield f"{where}: {part['use']} {problem}"
 
 
 def _loss(values: Values) -> Iterator[str]:

@@ -78,14 +78,31 @@ COMPARED_GROUPS = (
 )
 """Why groups cannot be replaced where which of them are live depends on the others."""
 
+COUNTED_FLAT = (
+    "remembers all groups, and rollout.refill discards flat ones uncounted, so that what it "
+    "remembers would be of mixed groups alone; leave rollout.refill out, or take what judges each "
+    "group by itself: mask_group_difficulty, mask_low_variance with a threshold, "
+    'divide_by_group_std, z = "group", or k1_in_reward with beta'
+)
+"""Why groups cannot be replaced where flat ones move what a part remembers."""
 
-def make_chain(loss: LossKeys, recipe: AdvantageTransform) -> AdvantageTransform:
+
+def make_chain(
+    loss: LossKeys, recipe: AdvantageTransform, refills: bool = False
+) -> AdvantageTransform:
     """The advantage of a run: its recipe, and the steps that loss.kl and loss.mismatch add.
 
-    Raises: InputError where a KL of the policy's samples meets answers that are none.
+    Args:
+      refills: whether groups are replaced (`rollout.refill`).
+
+    Raises: InputError where a KL of the policy's samples meets answers that are none; if groups are
+      to be replaced and a step compares them with each other, or remembers flat ones.
     """
     tail = build_tail(_load_part(loss.kl), _load_part(loss.mismatch))
     chain = advantages.extend(recipe, *tail)
+    for name, step in chain.steps if refills else ():
+        if problem := refill_problem(step):
+            raise InputError(f"{name} {problem}")
     charging = next((name for name, step in chain.steps if step.name in CHARGING), None)
     if charging and ANSWERED in chain.needs:
         raise InputError(
@@ -96,24 +113,23 @@ def make_chain(loss: LossKeys, recipe: AdvantageTransform) -> AdvantageTransform
     return chain
 
 
+def refill_problem(step: AdvantageTransform) -> str:
+    """Why flat groups cannot be replaced where a method has this step; "" where they can."""
+    if step.compares_groups:
+        return COMPARED_GROUPS
+    return COUNTED_FLAT if step.counts_flat else ""
+
+
 def make_recipe(
-    named: Part | Sequence[Part] | AdvantageTransform,
-    rewards: Sequence[Reward],
-    refills: bool = False,
+    named: Part | Sequence[Part] | AdvantageTransform, rewards: Sequence[Reward]
 ) -> AdvantageTransform:
     """The chain that says what a sample is worth.
 
     Args:
       named: a recipe, a list of parts, or the chain itself.
-      refills: whether groups are replaced (`rollout.refill`).
-
-    Raises: InputError if groups are to be replaced and it compares them with each other.
     """
     is_chain = isinstance(named, AdvantageTransform)
     recipe = named if is_chain else _build_chain(named, rewards)
-    if refills and recipe.compares_groups:
-        step = next((name for name, step in recipe.steps if step.compares_groups), recipe.name)
-        raise InputError(f"{step} {COMPARED_GROUPS}")
     return recipe if recipe.steps else advantages.chain(recipe, name=recipe.name)
 
 

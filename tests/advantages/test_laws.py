@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxgrpo.advantages import registry
 from jaxgrpo.advantages.chains import spec_of, trace_shapes
 
 TOLERANCE = {np.float64: 1e-12, np.float32: 2e-5}
@@ -125,6 +126,21 @@ def test_a_group_is_as_live_alone_as_among_any_others_unless_groups_are_compared
     changed = {label for label, flags in live_flags.items() if (flags != flags[:, :1]).any()}
     assert changed == {
         label for label, transform in transforms.items() if transform.compares_groups
+    }
+
+
+def test_a_part_with_memory_is_not_refilled_or_says_what_it_remembers_then():
+    rollouts, counts_flat = laws.make_rollouts(), {}
+    for transform in laws.chains().values():
+        state = laws.first_state(transform, rollouts)
+        for key, step in transform.steps:
+            if step.name in registry.parts and jax.tree.leaves(state[key]):
+                counts_flat[step.name] = step.counts_flat
+    pages = {name: registry.parts[name].__doc__ for name in counts_flat}
+    assert [name for name, page in pages.items() if "`rollout.refill`" not in page] == []
+    assert {name for name, counts in counts_flat.items() if counts} == {
+        *("mask_difficulty_band", "mask_below_running_deviation", "smooth_standardise"),
+        *("add_kl_return_for_validity", "alpha_dpg"),
     }
 
 

@@ -284,6 +284,27 @@ def test_what_masks_flat_groups_compares_samples_and_may_be_refilled(mask):
             ("rollout.refill.factor=2", "rollout.group_size=1", 'recipe="mine:chain"'),
             "with rollout.group_size = 1 every group is flat",
         ),
+        (("rollout.refill.factor=2", "recipe=rlpr"), "rlpr remembers all groups, and rollout.ref"),
+        (
+            (
+                "rollout.refill.factor=2",
+                'advantage=[{use="sum_rewards"}, {use="mask_difficulty_band"}, '
+                '{use="subtract_group_mean"}]',
+            ),
+            "mask_difficulty_band remembers all groups, and rollout.refill discards flat ones",
+        ),
+        (
+            (
+                "rollout.refill.factor=2",
+                'advantage=[{use="sum_rewards"}, {use="mask_zero_variance"}, '
+                '{use="alpha_dpg", z="running"}]',
+            ),
+            "alpha_dpg remembers all groups, and rollout.refill discards flat ones",
+        ),
+        (
+            ("rollout.refill.factor=2", 'loss.kl={use="k1_in_reward", target_validity=0.9}'),
+            "k1_in_reward remembers all groups, and rollout.refill discards flat ones",
+        ),
     ],
 )
 def test_a_refill_that_makes_no_sense_is_refused(overrides, message):
@@ -348,6 +369,7 @@ def test_parts_that_judge_each_group_by_itself_may_be_refilled(part):
     steps = f'{{use="sum_rewards"}}, {{use="subtract_group_mean"}}, {{use="{use}"{options}}}'
     read("rollout.refill.factor=2", f"advantage=[{steps}]")
     read("rollout.refill.factor=2", "recipe={use='dro_r3', drop=0.0}")
+    read("rollout.refill.factor=2", 'loss.kl={use="k1_in_reward", beta=0.1}')
 
 
 def test_a_refill_is_read_written_and_may_not_change_on_the_way():

@@ -142,6 +142,11 @@ def test_a_kl_of_what_the_policy_drew_is_refused_where_known_answers_are_trained
     assert chain(None, 'loss.kl={use="k2", beta=0.1}').name == "verifree"
 
 
+def make_chain(transform, *overrides, refills=False):
+    loss = minimal_config.read(*overrides).loss
+    return methods.make_chain(loss, methods.make_recipe(transform, ()), refills)
+
+
 def test_what_python_brings_may_not_compare_groups_that_are_refilled():
     drop = advantages.mask_low_variance(drop=0.5)
     total, inner = advantages.sum_rewards(), advantages.chain(drop, name="inner")
@@ -153,8 +158,21 @@ def test_what_python_brings_may_not_compare_groups_that_are_refilled():
     ):
         transform = advantages.chain(*steps)
         with pytest.raises(InputError, match=rf"^{name} compares the groups of a batch"):
-            methods.make_recipe(transform, (), refills=True)
-        methods.make_recipe(transform, ())
+            make_chain(transform, refills=True)
+        make_chain(transform)
+
+
+def test_what_python_brings_may_not_remember_flat_groups_that_are_refilled():
+    band, total = advantages.mask_difficulty_band(), advantages.sum_rewards()
+    inner = advantages.chain(band, name="inner")
+    kl = 'loss.kl={use="k1_in_reward", target_validity=0.9}'
+    cases = [((total, band), band.name, ()), ((total, inner), "inner", ())]
+    cases.append(((total,), "add_kl_return_for_validity", (kl,)))
+    for steps, name, overrides in cases:
+        transform = advantages.chain(*steps, advantages.subtract_group_mean())
+        with pytest.raises(InputError, match=rf"^{name} remembers all groups, and rollout.refill"):
+            make_chain(transform, *overrides, refills=True)
+        make_chain(transform, *overrides)
 
 
 def test_what_python_brings_may_not_weigh_twice_either(tmp_path):

@@ -166,8 +166,8 @@ def _check_methods(experiment: Experiment, cases: Sequence[Case]) -> None:
             rollout, loss = config.rollout, config.loss
             longest, refills = rollout.max_completion_tokens, rollout.refill is not None
             rewards = resolve_rewards(config.rewards, longest)
-            recipe = methods.make_recipe(config.named_chain, rewards, refills)
-            chain = methods.make_chain(loss, recipe)
+            recipe = methods.make_recipe(config.named_chain, rewards)
+            chain = methods.make_chain(loss, recipe, refills)
             reward_names = {reward.name for reward in rewards}
             objective = methods.make_objective(loss, longest)
             scores = method_scores(config.scores, chain.needs, objective)
