@@ -76,23 +76,24 @@ class Sandbox(NamedTuple):
 
 
 def find_program(completion: str) -> str:
-    r"""The program of a completion: its last block of Python, or all of it if it has no blocks. A
-    block that is indented, as in an item of a list, loses the indent of its fence.
+    r"""The program of a completion: its last block labelled Python, or else its last one without a
+    label, or all of it if it has no blocks. What has no label behind one that has is taken for what
+    the program prints. A block that is indented, as in a list, loses the indent of its fence.
 
     Only what follows a `</think>` is read, if there is one. "" if no block is Python, or a thought
     that begins with `<think>` has not ended.
 
-    >>> find_program("So:\n```python\nprint(1)\n```\nIt prints\n```text\n1\n```")
+    >>> find_program("So:\n```python\nprint(1)\n```\nIt prints\n```\n1\n```")
     'print(1)\n'
     """
     text = after_thought(completion)
     blocks = _FENCED.findall(text)
-    programs = [
-        re.sub(rf"^[ \t]{{0,{len(indent)}}}", "", code, flags=re.M)  # as in an item of a list
+    last = {
+        bool(language): re.sub(rf"^[ \t]{{0,{len(indent)}}}", "", code, flags=re.M)
         for indent, language, code in blocks
         if language.lower() in _LANGUAGES
-    ]
-    return programs[-1] if programs else "" if blocks else text
+    }
+    return last.get(True, last.get(False, "" if blocks else text))
 
 
 def read_tests(row: Mapping[str, Any]) -> Tests | Pairs:

@@ -50,7 +50,8 @@ def python_answer(
 ) -> list[float | None]:
     """1.0 if the program of the completion passes all tests of its row, else 0.0.
 
-    The program is the last block of Python of the completion, or all of it if it has no blocks.
+    The program is the last block of the completion that is labelled Python, else the last without a
+    label, or all of it if it has no blocks.
     The tests of a row are the columns of MBPP (`test_list`, with `test_imports` and
     `test_setup_code`), of HumanEval (`test` and `entry_point`), or `inputs` and `outputs`, texts
     that the program reads and has to print. Names that tests do not define are functions of the

@@ -139,6 +139,8 @@ def test_what_tests_call_is_a_function_of_the_program_though_python_has_the_name
     [
         (RIGHT, MBPP, 1),
         (f"First\n```python\nx = 1/0\n```\nthen\n{RIGHT}\nprints\n```text\n6\n```", MBPP, 1),
+        (f"{RIGHT}\nOutput:\n```\n6\n```", MBPP, 1),
+        (f"```\nx\n```\nthen\n{RIGHT.replace('python', '')}", MBPP, 1),
         ("<think>```python\nx\n```</think>def double(value): return value + value", MBPP, 1),
         ("def double(value): return value + value or print(1)", MBPP, 1),
         ("def double(value): return 6", MBPP, 0),
