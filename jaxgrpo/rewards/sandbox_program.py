@@ -38,10 +38,14 @@ _LISTS: dict[str, Callable[[list[Any]], Any]] = {
 """What holds values, by its name on the way."""
 
 
+class NotPlain(TypeError):
+    """What cannot leave the sandbox."""
+
+
 def encode(value: Any) -> Any:
     """A value as JSON can write it: scalars as they are, others as [kind, ...].
 
-    Raises: TypeError for what is no number, text, bytes, None, or collection of these. An object of
+    Raises: NotPlain for what is no number, text, bytes, None, or collection of these. An object of
     a class of the program's own never gets out, nor its own way of comparing.
 
     >>> encode({"a": (1, 2**70)})
@@ -64,7 +68,7 @@ def encode(value: Any) -> Any:
             return [kind.__name__, *map(encode, value)]
     if isinstance(value, Iterable):
         return ["iterator", *map(encode, itertools.islice(value, ITEMS))]
-    raise TypeError(f"a {type(value).__name__} is no plain value")
+    raise NotPlain(f"a {type(value).__name__} is no plain value")
 
 
 def decode(written: Any) -> Any:
@@ -185,7 +189,8 @@ def answer_calls() -> None:
 def run_tests() -> None:
     """Runs a setup and cases, and reports whether each passed.
 
-    What is missing before a function of the program was called is the fault of the tests.
+    What is missing before a function of the program was called is the fault of the tests, and so is
+    an argument that cannot go to the program.
     """
     requests, answers = _channel()
     setup, cases, functions = json.loads(requests.readline())
@@ -193,8 +198,9 @@ def run_tests() -> None:
 
     def bind(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
+            request = json.dumps(["call", name, encode(args), encode(kwargs)])
             calls.append(name)
-            print(json.dumps(["call", name, encode(args), encode(kwargs)]), file=answers)
+            print(request, file=answers)
             kind, *parts = json.loads(requests.readline())
             if kind == "value":
                 return decode(parts[0])
@@ -210,7 +216,8 @@ def run_tests() -> None:
             exec(_compiled(case), module.__dict__)
         except Exception as error:
             is_missing = number == 0 or isinstance(error, ModuleNotFoundError)
-            print(json.dumps(["broken" if is_missing and not calls else "failed"]), file=answers)
+            is_broken = isinstance(error, NotPlain) or (is_missing and not calls)
+            print(json.dumps(["broken" if is_broken else "failed"]), file=answers)
             if number == 0:
                 return
         else:

@@ -58,6 +58,33 @@ def test_what_a_program_raises_ends_no_loop_of_the_tests(error):
 
 
 @pytest.mark.parametrize(
+    ("case", "verdicts"),
+    [
+        ("assert double(lambda: 3) == 6", ["broken"]),
+        ("assert double([{3: lambda: 3}]) == 6", ["broken"]),
+        ("assert double(value=len) == 6", ["broken"]),
+        ("assert double(3) == 6 and double(len) == 6", ["call", "broken"]),
+        ("assert double(double(number) for number in [3]) == 6", ["call", "failed"]),
+        ("assert double(3) == 6 and len(3)", ["call", "failed"]),
+    ],
+)
+def test_tests_that_pass_what_is_no_plain_value_are_broken(case, verdicts):
+    """Programs got 0 by them, whatever they did."""
+    answer = ["error", "TypeError", "no"] if "for" in case else ["value", 6]
+    lines = [["", [case], ["double"]], answer]
+    exit_code, printed = run_bare("".join(f"{json.dumps(line)}\n" for line in lines), "tests")
+    assert (exit_code, [json.loads(line)[0] for line in printed.splitlines()]) == (0, verdicts)
+
+
+def test_what_a_program_returns_that_is_no_plain_value_is_its_error():
+    code = "def double(value):\n    return double\n"
+    call = '\n["call", "double", ["tuple", 3], ["dict"]]\n'
+    exit_code, printed = run_bare(json.dumps(code) + call, "calls")
+    answer = ["error", "NotPlain", "a function is no plain value"]
+    assert (exit_code, json.loads(printed)) == (0, answer)
+
+
+@pytest.mark.parametrize(
     "code",
     [
         "import ctypes",
