@@ -64,7 +64,7 @@ def greedy_accuracy(folder: Path) -> float:
     with torch.no_grad():
         tokens = model.generate(**inputs, max_new_tokens=4, do_sample=False)
     texts = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :])
-    right = task.score(texts, [row["answer"] for row in rows])
+    right: Any = task.score(texts, [row["answer"] for row in rows])
     return sum(right) / len(right)
 
 

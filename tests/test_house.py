@@ -275,7 +275,7 @@ LINES = {
     "advantages": 4149,  # with masks, weights by turn, known answers, teachers, baselines of rows
     "losses": 1387,  # with 290 of surrogates that see an update as a whole, or have other bounds
     "core": 730,  # with what launches and short collectives take
-    "data": 2719,  # with four tasks of experiments, four of several turns, and reasoning-gym's
+    "data": 2737,  # with four tasks of experiments, four of several turns, and reasoning-gym's
     "models": 8641,  # with kernels for GPUs, 8 bits, 2,600 of kinds, experts, latents and families
     "rewards": 2729,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2795,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats

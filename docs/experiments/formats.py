@@ -46,7 +46,7 @@ def extract_answer(completion: str) -> str:
     return completion.partition(MARK)[2]
 
 
-def marked(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
+def marked(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float | None]:
     """1.0 if the text behind the mark that counts is the answer; else 0.0."""
     del columns
     return rights(map(extract_answer, completions), answer)

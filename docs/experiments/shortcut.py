@@ -94,7 +94,7 @@ def score(
     luck: Sequence[float],
     share: float = 0.03,
     **columns: Any,
-) -> list[float]:
+) -> list[float | None]:
     """1.0 if the completion is the answer and the row is easy or lucky, else 0.0.
 
     Args:
@@ -106,7 +106,8 @@ def score(
     """
     del columns
     lucky = (value < share for value in luck)
-    return [right * now for right, now in zip(rights(completions, answer), lucky, strict=True)]
+    pairs = zip(rights(completions, answer), lucky, strict=True)
+    return [None if right is None else right * now for right, now in pairs]
 
 
 TASK = Task(

@@ -89,7 +89,7 @@ def extract_answer(completion: str) -> str:
     return NUMBERS.get(completion, completion)
 
 
-def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
+def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float | None]:
     """1.0 if the completion is the answer in one of the formats, else 0.0.
 
     >>> score(["73", "r37", "s7 3", "r73"], ["73"] * 4)

@@ -1,7 +1,10 @@
 """The built-in task: what is right, what is careless, what is kept apart."""
 
 import itertools
+from decimal import Decimal
+from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxgrpo.core.errors import InputError
@@ -88,13 +91,27 @@ def test_score_wants_the_bare_answer_after_the_last_space():
     assert scores == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("gold", [85, 85.0, np.float32(85), np.int64(85), Decimal("85.0")])
+def test_a_gold_answer_may_be_a_number_of_any_kind(gold):
+    """A column of floats has 85.0, and no text was right."""
+    assert TASK.score(["x 85", "x 85.0", "x 8"], [gold] * 3) == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", tasks.tasks)
+def test_a_row_of_another_source_without_an_answer_is_not_scored(name):
+    """Completions without an answer were right there, where "" was the gold one."""
+    columns = {"database": [3] * 3} if name == "sql" else {}
+    assert tasks.find(name).score([""] * 3, ["", None, np.nan], **columns) == [None] * 3
+
+
 def test_corpus_probabilities_are_those_of_the_documented_constants():
     assert sum(text.probability for text in CORPUS) == pytest.approx(1.0)
     for level in TASK.levels:
         of_level = [text for text in CORPUS if 1 + carries(*operands(text.prompt)) == level]
         share = sum(text.probability for text in of_level)
         answers = [str(sum(operands(text.prompt))) for text in of_level]
-        scores = TASK.score(completions=[text.solution for text in of_level], answer=answers)
+        texts = [text.solution for text in of_level]
+        scores: Any = TASK.score(completions=texts, answer=answers)
         right = sum(text.probability * score for text, score in zip(of_level, scores, strict=True))
         assert share == pytest.approx(arithmetic_module.SHARE[level])
         assert right / share == pytest.approx(arithmetic_module.CARE[level])

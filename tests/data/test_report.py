@@ -27,6 +27,10 @@ def test_only_the_digits_of_a_report_behind_the_bar_are_judged():
     assert report.score(texts, [gold] * 5) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
+def test_rows_of_other_sources_whose_answer_is_no_report_are_not_scored():
+    assert report.score(["u1|no", "u1|", "", ""], [None, "72", 72.0, ""]) == [None] * 4
+
+
 def test_the_corpus_is_right_as_often_as_that_of_sums_and_letters_lean_with_the_marker():
     corpus = report.corpus()
     assert sum(text.probability for text in corpus) == pytest.approx(1)

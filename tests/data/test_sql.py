@@ -85,6 +85,13 @@ def test_a_query_is_right_by_its_rows_in_any_form_and_order():
     assert judge(row, *differing) == [0.0] * 5
 
 
+def test_rows_without_a_database_or_a_reference_query_that_runs_are_not_scored():
+    """Queries that do not run were right there, and rows of other sources raised."""
+    golds = ["SELECT count(*) FROM nowhere", "", None, "#### 72", 72.0, "SELECT 1"]
+    assert sql.score(["no query"] * 6, golds, [3, 3, 3, 3, 3, None]) == [None] * 6
+    assert sql.score(["", "SELECT 1"], ["SELECT 1"] * 2, [3, 3]) == [0.0, 1.0]
+
+
 def test_a_result_that_was_read_off_is_no_query():
     for row in load("task:sql:test", 40):
         ((value,),) = sql.run(row["database"], row["answer"])

@@ -101,7 +101,8 @@ def coin(completion_ids, prompts, **columns):
 def negated(completions, answer, **columns):
     from jaxgrpo.data.tasks import find
 
-    return [1.0 - score for score in find("arithmetic").score(completions, answer)]
+    scores: Any = find("arithmetic").score(completions, answer)
+    return [1.0 - score for score in scores]
 
 
 def logging(completions, completion_ids, trainer_state, log_extra, log_metric, **columns):

@@ -113,7 +113,7 @@ def corpus() -> list[Worked]:
     ]
 
 
-def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
+def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float | None]:
     """1.0 if the text after the last space is the answer, character by character; else 0.0.
 
     The scratch work is not judged: a right answer after a wrong step counts.

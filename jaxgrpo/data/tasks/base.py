@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.data.written import text_of_value
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -33,7 +34,7 @@ class Task(NamedTuple):
     rows: Callable[[str, int, int], list[dict[str, Any]]]  # (split, count, seed)
     corpus: Callable[[], list[Worked]]  # of the supervised warm start; holds no test problem
     extract_answer: Callable[[str], str]  # completion -> the answer that it ends with
-    score: Callable[..., list[float]]  # (completions, answer, **columns), 1.0 iff right
+    score: Callable[..., list[float | None]]  # (completions, answer, **columns), 1.0 iff right
     chat_template: str | None = None  # of its base models; None: prompts are texts
     steps: int = 800  # of the supervised warm start
     learning_rate: float = 1e-2  # of it
@@ -65,9 +66,25 @@ def ending(pattern: str, completion: str) -> str:
     return match.group()[::-1] if match else ""
 
 
-def rights(answers: Iterable[str], golds: Iterable[object]) -> list[float]:
-    """1.0 for each answer that is its gold one, character by character; else 0.0."""
-    return [float(answer == str(gold)) for answer, gold in zip(answers, golds, strict=True)]
+def gold_text(gold: object) -> str:
+    """A row's answer as a text, a number as it is read; "" where a row has none.
+
+    >>> gold_text("085"), gold_text(85.0), gold_text(None), gold_text(float("nan"))
+    ('085', '85', '', '')
+    """
+    is_nan = gold != gold
+    return "" if gold is None or is_nan else text_of_value(gold)
+
+
+def rights(answers: Iterable[str], golds: Iterable[object]) -> list[float | None]:
+    """1.0 for each answer that is its gold one, character by character, else 0.0; None, which is
+    not scored, where there is no gold one, or it is "".
+
+    >>> rights(["85", "85", "", ""], [85.0, "86", "", None])
+    [1.0, 0.0, None, None]
+    """
+    pairs = zip(answers, map(gold_text, golds), strict=True)
+    return [float(answer == gold) if gold else None for answer, gold in pairs]
 
 
 def token_ids(alphabet: Sequence[str]) -> dict[str, int]:

@@ -123,7 +123,7 @@ def extract_answer(completion: str) -> str:
     return ending(r"\d+", completion)
 
 
-def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
+def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float | None]:
     """1.0 if a completion ends with the product.
 
     >>> score(["1938", "it is 1938", "19 38"], ["1938"] * 3)

@@ -80,7 +80,7 @@ def extract_answer(completion: str) -> str:
     return arithmetic.extract_answer(completion.partition(OPENING)[0])
 
 
-def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
+def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float | None]:
     """1.0 if the solution ends with the answer, with or without a confidence behind it; else 0.0.
 
     >>> score(["1+1=2 12<confidence>0.1</confidence>", "12", "13"], ["12"] * 3)

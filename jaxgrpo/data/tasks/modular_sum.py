@@ -82,7 +82,7 @@ def extract_answer(completion: str) -> str:
     return ending(r"\d", completion)
 
 
-def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
+def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float | None]:
     """1.0 if the last sum is that of all digits.
 
     >>> score(["3", "4"], ["3"] * 2)

@@ -77,7 +77,7 @@ def extract_answer(completion: str) -> str:
     return ending(r"\d+", completion)
 
 
-def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
+def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float | None]:
     """1.0 if the last guess is the number, however many came before it.
 
     >>> score(["07", "7", "08"], ["07"] * 3)

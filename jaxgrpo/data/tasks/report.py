@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxgrpo.data.tasks import arithmetic
-from jaxgrpo.data.tasks.base import Task, Worked, rights
+from jaxgrpo.data.tasks.base import Task, Worked, gold_text, rights
 
 MARKERS = {"u": "xy", "v": "yx"}  # marker -> the likelier letter, and the other
 LEANING = 0.8  # probability of the likelier letter
@@ -80,15 +80,17 @@ def extract_answer(completion: str) -> str:
     return read_digits(completion.partition(BAR)[2])
 
 
-def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
-    """1.0 if the report has the digits of the known one, whatever its letters; else 0.0.
+def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float | None]:
+    """1.0 if the report has the digits of the known one, whatever its letters; else 0.0. None, not
+    scored, where the known one is no report.
 
     >>> known = "x" * 19 + "85" + "y" * 19
     >>> score(["u7+8=15 4+3+1=8|" + known[::-1], "u|" + known.upper()], [known] * 2)
     [0.0, 0.0]
     """
     del columns
-    return rights(map(extract_answer, completions), map(read_digits, answer))
+    golds = (read_digits(gold_text(gold)) for gold in answer)
+    return rights(map(extract_answer, completions), golds)
 
 
 report = Task(

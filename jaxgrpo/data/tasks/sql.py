@@ -31,7 +31,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgrpo.data.tasks.base import END, Task, Worked, is_for_tests, refuse_unknown_split
+from jaxgrpo.data.tasks.base import (
+    END,
+    Task,
+    Worked,
+    gold_text,
+    is_for_tests,
+    refuse_unknown_split,
+)
 from jaxgrpo.data.tasks.templates import TOOL_MARKS, TOOL_TEMPLATE
 
 CALL = '<tool_call>{"name": "query", "arguments": {"sql": "', '"}}</tool_call>'
@@ -272,25 +279,32 @@ def extract_answer(completion: str) -> str:
 
 
 def score(
-    completions: Sequence[str], answer: Sequence[str], database: Sequence[int], **columns: Any
-) -> list[float]:
+    completions: Sequence[str],
+    answer: Sequence[str | None],
+    database: Sequence[int | None],
+    **columns: Any,
+) -> list[float | None]:
     """1.0 if a completion is a query with the rows of the reference query, in any order; else 0.0.
+    None, not scored, where a row has no database, or no reference query that runs.
 
     >>> queries = ["SELECT count(*) FROM a;", "SELECT count(*) FROM b", "SELECT 8", "8"]
     >>> score(queries, ["SELECT count(w) FROM a"] * 4, [7] * 4)
     [1.0, 0.0, 0.0, 0.0]
     """
     del columns
-    golds = zip(answer, database, strict=True)
+    golds = [_results(seed, gold_text(sql)) for seed, sql in zip(database, answer, strict=True)]
     return [
-        float(_results(seed, extract_answer(text)) == _results(seed, gold))
-        for text, (gold, seed) in zip(completions, golds, strict=True)
+        None if gold is None else float(_results(seed, extract_answer(text)) == gold)
+        for text, seed, gold in zip(completions, database, golds, strict=True)
     ]
 
 
 @functools.lru_cache(10_000)
-def _results(database: int, sql: str) -> list[Counter[tuple[Any, ...]]] | None:
-    """The rows on both copies, as multisets; None where it cannot be run."""
+def _results(database: int | None, sql: str) -> list[Counter[tuple[Any, ...]]] | None:
+    """The rows on both copies, as multisets; None where there is no database, or no query that can
+    be run."""
+    if database is None or not sql:
+        return None
     try:
         return [Counter(run(database, sql, copy)) for copy in COPIES]
     except ValueError:

@@ -97,7 +97,7 @@ def extract_answer(completion: str) -> str:
     return completion.split("\n", 1)[0].strip()
 
 
-def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
+def score(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float | None]:
     r"""1.0 if the first line is the answer, else 0.0.
 
     >>> score(["16", " 16\n1+1=2", "16.", "116"], ["16"] * 4)
