@@ -275,7 +275,7 @@ LINES = {
     "advantages": 4149,  # with masks, weights by turn, known answers, teachers, baselines of rows
     "losses": 1387,  # with 290 of surrogates that see an update as a whole, or have other bounds
     "core": 730,  # with what launches and short collectives take
-    "data": 2737,  # with four tasks of experiments, four of several turns, and reasoning-gym's
+    "data": 2741,  # with four tasks of experiments, four of several turns, and reasoning-gym's
     "models": 8641,  # with kernels for GPUs, 8 bits, 2,600 of kinds, experts, latents and families
     "rewards": 2729,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2795,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
@@ -283,7 +283,7 @@ LINES = {
     "update": 2566,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
     "config": 2801,  # with tools and environments, other methods by name, scores of several models
     "evaluation": 764,  # with how two judgements agree
-    "training": 8883,  # 127 of it faults around a run; conversations, damaged runs, sampled memory
+    "training": 8886,  # 127 of it faults around a run; conversations, damaged runs, sampled memory
     "planning": 1860,  # 110 of it what compiled programs move, which benchmarks had
     "experiments": 4161,  # 1,135 of it what methods climb, by enumeration; 87 the atlas
     "cli": 3632,  # with saved samples judged again, queries answered, small models of 33 families

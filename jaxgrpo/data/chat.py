@@ -49,9 +49,6 @@ _clock = threading.Lock()
 SECONDS, MEMORY, WRITTEN = 10.0, 2**30, 1_000_000
 """What a template may take for a prompt: time, bytes, and characters beside those of messages."""
 
-ANSWER_MARKS = "\n\nAn answer that is right:\n\n", "\n\nAnswer now."
-"""What stands before and behind an answer in a prompt that shows it."""
-
 TIMES = ("1999-01-02T03:04:05.6", "2048-12-31T23:58:59.7")
 """Two times that no format writes alike."""
 
@@ -227,8 +224,8 @@ def write(
     `is_limited` as in `render`.
 
     Raises: InputError if the template fails, leaves out the text of a message or white space of one
-      that the model continues, or there is no template for a conversation. Thoughts of earlier
-      messages, before </think>, may be left out.
+      that the model continues, or there is no template for a conversation. Thoughts of the
+      assistant's earlier messages, before </think>, may be left out.
     """
     if chat.template is None:
         if isinstance(prompt, str):
@@ -242,7 +239,7 @@ def write(
     squeezed = _squeezed(text)
     for place, message in enumerate(messages):
         is_last = is_opened is None and place == len(messages) - 1
-        forms = _forms(message["content"], is_last)
+        forms = _forms(message["content"], is_last or message["role"] != "assistant")
         if not any(_squeezed(form) in squeezed for form in forms):
             raise _lost(chat, messages, place, where)
         if call := next((name for name in _called_names(message) if name not in text), None):
@@ -394,9 +391,9 @@ def _clock_at(time: str | None) -> Iterator[None]:
             module.datetime = clock
 
 
-def _forms(content: str, is_last: bool) -> list[str]:
+def _forms(content: str, is_full: bool) -> list[str]:
     """A message's text as templates write it: as it is, as JSON, or without an earlier thought."""
-    texts = [content] if is_last else [content, content.rpartition("</think>")[2]]
+    texts = [content] if is_full else [content, content.rpartition("</think>")[2]]
     return [form for text in texts for form in (text, json.dumps(text, ensure_ascii=False)[1:-1])]
 
 
@@ -485,15 +482,3 @@ def _is_empty(messages: Sequence[Message]) -> bool:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def show_answer(prompt: str | Conversation, answer: str) -> str | Conversation:
-    r"""A prompt, a text or messages, with a right answer behind it, for a model that may see it.
-
-    >>> show_answer("1+1=", "2")
-    '1+1=\n\nAn answer that is right:\n\n2\n\nAnswer now.'
-    """
-    if isinstance(prompt, str):
-        return prompt + answer.join(ANSWER_MARKS)
-    *earlier, last = prompt
-    return [*earlier, {**last, "content": show_answer(last["content"], answer)}]

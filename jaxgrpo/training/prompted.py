@@ -14,10 +14,12 @@ from jaxgrpo.core.errors import InputError, explaining_own_code
 from jaxgrpo.core.scores import prompt_field
 from jaxgrpo.core.types import Rollouts
 from jaxgrpo.data import prompts
-from jaxgrpo.data.chat import Chat, show_answer
+from jaxgrpo.data.chat import Chat, for_rewards
 from jaxgrpo.data.sources import Row
+from jaxgrpo.data.tasks.demonstrated import show_answer
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import Model
+from jaxgrpo.rewards.builtin import completion_text
 from jaxgrpo.rollout.texts import decode_texts
 from jaxgrpo.training.inputs import Inputs
 from jaxgrpo.training.teachers import check_positions, read_choices
@@ -113,18 +115,20 @@ def successful_sibling(
     row: Row, completions: list[str], rewards: dict[str, list[float]]
 ) -> list[Any]:
     """For each sample the prompt with an answer that another sample of its group was right with:
-    above 0.5 by the first reward. None where there is no such sample.
+    above 0.5 by the first reward. None where there is no such sample. An answer has the text that
+    a prompt begins it with, and its thoughts.
 
     Name it as `prompt = "jaxgrpo.training.prompted:successful_sibling"`, or write your own.
     Source: SDPO, arXiv 2601.20802, whose text is another.
     """
     scores = next(iter(rewards.values()))
     right = [place for place, score in enumerate(scores) if score > 0.5]
+    _, answers = for_rewards([row["prompt"]] * len(completions), completions)
     prompts_shown: list[Any] = []
     for place in range(len(completions)):
         sibling = next((sample for sample in right if sample != place), None)
-        shows = sibling is not None
-        prompts_shown.append(show_answer(row["prompt"], completions[sibling]) if shows else None)
+        shown = None if sibling is None else completion_text(answers[sibling])
+        prompts_shown.append(None if shown is None else show_answer(row["prompt"], shown))
     return prompts_shown
 
 

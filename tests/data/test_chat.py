@@ -15,8 +15,10 @@ from transformers.utils import chat_template_utils
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import prompts as data
 from jaxgrpo.data.chat import TIMES, _clock_at, for_rewards, make_chat, read_messages, write
+from jaxgrpo.data.tasks.demonstrated import show_answer
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.texts import Texts, call_on_texts
+from jaxgrpo.training.prompted import successful_sibling
 
 USER = {"role": "user", "content": "2+2?"}
 BEGUN = {"role": "assistant", "content": "It is"}
@@ -326,6 +328,47 @@ def test_thoughts_of_earlier_turns_spaces_and_json_are_no_lost_text(
     file = tmp_path / "chat.jinja"
     file.write_text(template)
     assert len(data.encode([{"prompt": prompt}], chat_with(tokenizer, file))[0])
+
+
+OF_ASSISTANT = (  # as DeepSeek-R1 writes messages
+    "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] "
+    "if m.role == 'assistant' else m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("start", ["<think>\n", ""])
+def test_an_answer_is_shown_with_its_thoughts_and_a_begun_message_stays_the_last(
+    tokenizer, tmp_path, start
+):
+    """It was put into the begun message, which templates without thoughts then refused."""
+    file = tmp_path / "chat.jinja"
+    file.write_text(OF_ASSISTANT)
+    prompt, texts = [USER, {**BEGUN, "content": start}], ["2+2 is 4</think>4", "5"]
+    _, shown = successful_sibling({"prompt": prompt}, texts, {"right": [1.0, 0.0]})
+    right = show_answer("2+2?", f"{start}2+2 is 4</think>4")
+    assert shown == [{**USER, "content": right}, prompt[1]]
+    text = write(chat_with(tokenizer, file), shown, "row 0")
+    assert text == f"<user>{right}" + (f"<assistant>{start}" if start else "")
+    assert prompt[0] == USER
+
+
+def test_an_answer_is_shown_behind_what_the_user_said_last():
+    roles = ("system", "user", "assistant", "user", "tool")
+    prompt = [{"role": role, "content": role} for role in roles]
+    texts = [*roles[:3], show_answer("user", "4"), "tool"]
+    shown = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    assert show_answer(prompt, "4") == shown
+    with pytest.raises(InputError, match="no message of the user to show an answer in"):
+        show_answer(prompt[:1], "4")
+
+
+def test_a_template_that_cuts_the_users_text_at_a_thought_is_refused(tokenizer, tmp_path):
+    """The question was lost where an answer with thoughts stands behind it."""
+    file = tmp_path / "chat.jinja"
+    file.write_text(IF_KNOWN)
+    prompt = show_answer([USER], "<think>2+2</think>4")
+    with pytest.raises(InputError, match="does not write the text of message 0, '2"):
+        write(chat_with(tokenizer, file), prompt, "row 0")
 
 
 def test_threads_that_write_templates_leave_the_clock_as_it_was():

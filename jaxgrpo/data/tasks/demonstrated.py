@@ -22,9 +22,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from jaxgrpo.data.chat import ANSWER_MARKS, show_answer
+from jaxgrpo.core.errors import InputError
+from jaxgrpo.data.chat import Conversation
 from jaxgrpo.data.tasks import arithmetic
 from jaxgrpo.data.tasks.base import Task, Worked
+
+ANSWER_MARKS = "\n\nAn answer that is right:\n\n", "\n\nAnswer now."
+"""What stands before and behind an answer in a prompt that shows it."""
 
 SHARE = 0.5  # of the corpus that is shown a solution
 
@@ -40,6 +44,24 @@ def rows(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
         {**row, "shown": show_answer(row["prompt"], solve(row["prompt"]))}
         for row in arithmetic.rows(split, count, seed)
     ]
+
+
+def show_answer(prompt: str | Conversation, answer: str) -> str | Conversation:
+    r"""A prompt with a right answer behind it, for a model that may see it; in a conversation,
+    behind the last message of the user. A message that the assistant has begun stays the last.
+
+    Raises: InputError where the user says nothing.
+
+    >>> show_answer("1+1=", "2")
+    '1+1=\n\nAn answer that is right:\n\n2\n\nAnswer now.'
+    """
+    if isinstance(prompt, str):
+        return prompt + answer.join(ANSWER_MARKS)
+    last = max((n for n, message in enumerate(prompt) if message["role"] == "user"), default=None)
+    if last is None:
+        raise InputError("a conversation has no message of the user to show an answer in")
+    shown = {**prompt[last], "content": show_answer(prompt[last]["content"], answer)}
+    return [*prompt[:last], shown, *prompt[last + 1 :]]
 
 
 def solve(prompt: str) -> str:
