@@ -138,27 +138,34 @@ def read_field(
     name: str,
     field: str,
     rollouts: Rollouts,
-    shape: tuple[int, ...] | None = None,
+    shape: tuple[int | None, ...] | None = None,
     axes: str = "[P]",
 ) -> Array:
     """A field of the rollouts, or a reward, by the name that a part `needs`.
 
     Args:
       name: of the part; opens the message of an error.
-      shape: that it must have, `axes` in words; None: any.
+      shape: that it must have, None for a size that may be any, `axes` in words; None: any shape.
 
     Raises: NotGiven, an InputError, if there is neither; InputError on another shape.
     """
     for table in (rollouts.fields, rollouts.rewards):
         if field in table:
             value = table[field]
-            if shape is not None and value.shape != shape:
+            if shape is not None and not _has_shape(value, shape):
+                sizes = str(shape).replace("None", "any")
                 raise InputError(
-                    f"{name}: {field} has shape {value.shape}, expected {axes} = {shape}"
+                    f"{name}: {field} has shape {value.shape}, expected {axes} = {sizes}"
                 )
             return value
     readable_names = {*rollouts.fields, *rollouts.rewards}
     raise NotGiven(field, f"{name} needs the field {field!r}: {suggest(field, readable_names)}")
+
+
+def _has_shape(value: Array, shape: Sequence[int | None]) -> bool:
+    return value.ndim == len(shape) and all(
+        size in (None, actual) for actual, size in zip(value.shape, shape, strict=True)
+    )
 
 
 def at_step(value: Scheduled, rollouts: Rollouts, dtype: Any) -> float | Array:

@@ -160,7 +160,8 @@ def log_odds_of_base(name: str, rollouts: Rollouts) -> tuple[Array, Array]:
 def _log_odds(name: str, field: str, rollouts: Rollouts) -> tuple[Array, Array]:
     """As `log_odds_of_base`, of the policy that a field is of."""
     tokens = base.read(name, rollouts, "token_mask").astype(bool)
-    policy_logp = stats.widen(base.read_field(name, field, rollouts))
+    policy_logp = base.read_field(name, field, rollouts, tokens.shape, "[P, G, T]")
+    policy_logp = stats.widen(policy_logp)
     sampler_logp = stats.widen(base.read(name, rollouts, "behavior_logp"))
     dtype = jnp.promote_types(policy_logp.dtype, sampler_logp.dtype)
     totals = reduce(

@@ -185,10 +185,11 @@ def _rates_from_samples(
     reward: str | None, threshold: Scheduled | None, rollouts: Rollouts
 ) -> tuple[dict[str, Array], Metrics]:
     """Sum and number of v a(y) / policy(y) of each group."""
-    value = base.read_field(_NAME, reward or next(iter(rollouts.rewards)), rollouts)
+    log_odds, has_odds = log_odds_of_base(_NAME, rollouts)
+    name = reward or next(iter(rollouts.rewards))
+    value = base.read_field(_NAME, name, rollouts, log_odds.shape, "[P, G]")
     verdict = base.finite(base.floating(value))
     verdict, success, refused = successes(_NAME, verdict, threshold, rollouts)
-    log_odds, has_odds = log_odds_of_base(_NAME, rollouts)
     mask = base.fresh_mask(verdict.mask & has_odds, rollouts)
     # Cut before the exponential: a group's mean is at most 1, so one weight at most its size.
     highest = jnp.log(jnp.asarray(mask.shape[1], log_odds.dtype))
@@ -213,8 +214,9 @@ def _charged(
     """
     samples = signal.mask
     signal = at_tokens(name, signal, rollouts)
-    policy = base.read_field(name, "trainer_logp", rollouts)
-    anchor = base.read_field(name, f"{reference}_logp", rollouts)
+    shape = signal.mask.shape, "[P, G, T]"
+    policy = base.read_field(name, "trainer_logp", rollouts, *shape)
+    anchor = base.read_field(name, f"{reference}_logp", rollouts, *shape)
     distance, clamped = clamp(log_ratio(policy, anchor, signal.mask))
     charge = jnp.asarray(beta, distance.dtype)
     if alone is not None:

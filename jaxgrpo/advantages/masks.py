@@ -141,14 +141,14 @@ def mask_untaught(score: str = "teacher_top") -> AdvantageTransform:
     """
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        numbers, shape = base.read_field("mask_untaught", score, rollouts), signal.mask.shape
-        if numbers.ndim < 3 or numbers.shape[:2] != shape[:2]:
+        numbers = base.read_field("mask_untaught", score, rollouts)
+        drawn = base.read("mask_untaught", rollouts, "token_mask").astype(bool)
+        if numbers.shape[:3] != drawn.shape:
             raise InputError(
                 f"mask_untaught: {score} has shape {numbers.shape}, expected [P, G, T] or "
-                f"[P, G, T, 2, k + 1] with [P, G] = {shape[:2]}"
+                f"[P, G, T, 2, k + 1] with [P, G, T] = {drawn.shape}"
             )
         untaught = jnp.isnan(numbers).any(tuple(range(3, numbers.ndim)))
-        drawn = base.read("mask_untaught", rollouts, "token_mask").astype(bool)
         return _without_samples(signal, (untaught & drawn).any(-1))
 
     return base.stateless("mask_untaught", apply, needs=frozenset({score}))

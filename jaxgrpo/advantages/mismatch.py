@@ -202,10 +202,11 @@ def _ratios(
 ) -> _Ratios:
     if level == "token":
         signal = at_tokens(name, signal, rollouts)
-    trainer = base.read_field(name, "trainer_logp", rollouts)
+    tokens = base.read(name, rollouts, "token_mask").astype(bool)
+    trainer = base.read_field(name, "trainer_logp", rollouts, tokens.shape, "[P, G, T]")
     behavior = base.read(name, rollouts, "behavior_logp")
     scored = signal.mask.any(-1) if signal.mask.ndim == 3 else signal.mask
-    scored_tokens = base.read(name, rollouts, "token_mask").astype(bool) & scored[..., None]
+    scored_tokens = tokens & scored[..., None]
     if level == "token":
         mask, length = signal.mask, stats.count_tokens(scored_tokens)
         log = log_ratio(trainer, behavior, mask)

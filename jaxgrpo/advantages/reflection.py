@@ -112,10 +112,11 @@ def answer_length(beta: Scheduled = 1.0, field: str = "answer_tokens") -> Advant
     """
 
     def closeness(rollouts: Rollouts) -> Array:
-        tokens = base.read_field("answer_length", "answer_mask", rollouts).astype(bool)
-        wide = base.floating(next(iter(rollouts.rewards.values()))).dtype
-        target_length = tokens.sum(-1, keepdims=True).astype(wide)
-        length = base.read_field("answer_length", field, rollouts).astype(wide)
+        name, reward = "answer_length", base.floating(next(iter(rollouts.rewards.values())))
+        tokens = base.read_field(name, "answer_mask", rollouts, (len(reward), None), "[P, J]")
+        wide = reward.dtype
+        target_length = tokens.astype(bool).sum(-1, keepdims=True).astype(wide)
+        length = base.read_field(name, field, rollouts, reward.shape, "[P, G]").astype(wide)
         missed = jnp.abs(target_length - length) / jnp.maximum(target_length, 1)
         value = 1 - base.at_step(beta, rollouts, wide) * missed
         return jnp.where(target_length > 0, value, jnp.nan)

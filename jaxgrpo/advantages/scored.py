@@ -255,7 +255,8 @@ def train_on_answers(weight: Scheduled = 1.0, scorer: str = "trainer") -> Advant
         prompts, samples, _ = wide.mask.shape
         answered = base.read_field(name, ANSWERED, rollouts, wide.mask.shape, "[P, G, T]")
         answered = answered.astype(bool)
-        tokens = base.read_field(name, "answer_mask", rollouts).astype(bool)[:, None]
+        tokens = base.read_field(name, "answer_mask", rollouts, (prompts, None), "[P, J]")
+        tokens = tokens.astype(bool)[:, None]
         shape = prompts, samples, tokens.shape[-1]
         answer_logp = base.read_field(name, field, rollouts, shape, "[P, G, J]")
         total = jnp.where(tokens, answer_logp, 0).sum(-1, keepdims=True)

@@ -216,11 +216,12 @@ def kl_in_reward(
 
 def _distance(policy: str, reference: str, mask: Array, rollouts: Rollouts) -> tuple[Array, Array]:
     """The log ratio of policy and reference [P, G, T], and which of it was clamped."""
+    shape = mask.shape, "[P, G, T]"
     if policy == "trainer":
-        logp = base.read_field("kl_in_reward", "trainer_logp", rollouts)
+        logp = base.read_field("kl_in_reward", "trainer_logp", rollouts, *shape)
     else:
         logp = base.read("kl_in_reward", rollouts, "behavior_logp")
-    anchor = base.read_field("kl_in_reward", f"{reference}_logp", rollouts)
+    anchor = base.read_field("kl_in_reward", f"{reference}_logp", rollouts, *shape)
     return clamp(log_ratio(logp, anchor, mask))
 
 
@@ -287,8 +288,8 @@ def gae(
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         mask, reward = signal.mask, stats.widen(signal.value)  # 0 where masked
-        estimate = base.read_field("gae", field, rollouts).astype(reward.dtype)
-        estimate = jnp.where(mask, estimate, 0)
+        estimate = base.read_field("gae", field, rollouts, mask.shape, "[P, G, T]")
+        estimate = jnp.where(mask, estimate.astype(reward.dtype), 0)
         if not callable(gamma) and not callable(lam) and gamma == lam == 1:
             return base.with_value(signal, sum_behind(reward) - estimate), {}
         shares = (base.at_step(share, rollouts, reward.dtype) for share in (gamma, lam))
@@ -433,7 +434,7 @@ def _planning(
 ) -> tuple[Array, Metrics]:
     """Planning tokens [P, G, T], by a field or by phrases, and metrics of both."""
     if phrases is None:
-        planning = base.read_field("hicra", field, rollouts).astype(bool)
+        planning = base.read_field("hicra", field, rollouts, mask.shape, "[P, G, T]").astype(bool)
         return planning, {"planning": mean(planning, mask)}
     token_mask = base.read("hicra", rollouts, "token_mask").astype(bool)
     tokens = base.read("hicra", rollouts, "completion_tokens")
@@ -447,7 +448,7 @@ def _planning(
 
 def _entropies(mask: Array, planning: Array, rollouts: Rollouts) -> Metrics:
     """Of planning tokens and of the others."""
-    entropy = base.read_field("hicra", "token_entropy", rollouts)
+    entropy = base.read_field("hicra", "token_entropy", rollouts, mask.shape, "[P, G, T]")
     return {
         "planning_entropy": mean(entropy, mask & planning),
         "execution_entropy": mean(entropy, mask & ~planning),

@@ -57,7 +57,7 @@ def tree_normalise(
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value, mask = stats.widen(signal.value), signal.mask
-        ids = base.read_field("tree_normalise", field, rollouts)
+        ids = base.read_field("tree_normalise", field, rollouts, mask.shape, "[P, G]")
         tree, prompt = node_summary(value, ids, mask), stats.summary(value, mask)
         eps_value = jnp.asarray(base.at_step(eps, rollouts, value.dtype), value.dtype)
         total = jnp.zeros_like(value)
@@ -108,9 +108,9 @@ def tree_process(
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)
-        path = base.read_field("tree_process", ancestors, rollouts)
-        depths = base.read_field("tree_process", token_depth, rollouts)
         tokens = base.read("tree_process", rollouts, "token_mask").astype(bool)
+        path = _read_path("tree_process", ancestors, rollouts, value)
+        depths = base.read_field("tree_process", token_depth, rollouts, tokens.shape, "[P, G, T]")
         weights = [base.at_step(w, rollouts, value.dtype) for w in (global_weight, local_weight)]
         parts = _steps(value, signal.mask, path, weights, leaf_power)
         has_node = _on_tokens(list(jnp.moveaxis(path >= 0, -1, 0)), depths)
@@ -147,7 +147,7 @@ def tree_subgroup(weighting: str = "average", ancestors: str = "ancestors") -> A
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         value = stats.widen(signal.value)
-        path = base.read_field("tree_subgroup", ancestors, rollouts)
+        path = _read_path("tree_subgroup", ancestors, rollouts, value)
         total, weight, subgroups = (jnp.zeros_like(value) for _ in range(3))
         for depth in range(path.shape[-1]):
             ids = path[..., depth]
@@ -188,9 +188,9 @@ def token_share_weights(
     needs = frozenset({ancestors, token_depth})
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        path = base.read_field("token_share_weights", ancestors, rollouts)
-        depths = base.read_field("token_share_weights", token_depth, rollouts)
-        value, scored = stats.widen(signal.value), signal.mask.any(-1)
+        name, value, scored = "token_share_weights", stats.widen(signal.value), signal.mask.any(-1)
+        path = _read_path(name, ancestors, rollouts, scored)
+        depths = base.read_field(name, token_depth, rollouts, value.shape, "[P, G, T]")
         shares = []
         for depth in range(path.shape[-1]):
             ids = path[..., depth]
@@ -200,6 +200,11 @@ def token_share_weights(
         return base.with_value(signal, value * weight), {"weight": mean(weight, signal.mask)}
 
     return base.stateless("token_share_weights", apply, needs=needs, levels=(3,))
+
+
+def _read_path(name: str, field: str, rollouts: Rollouts, samples: Array) -> Array:
+    """The ids of the nodes above samples [P, G], [P, G, D]."""
+    return base.read_field(name, field, rollouts, (*samples.shape, None), "[P, G, D]")
 
 
 def _relative(name: str, apply: Callable[..., Any], needs: frozenset[str]) -> AdvantageTransform:

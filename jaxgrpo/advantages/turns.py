@@ -66,7 +66,7 @@ def turn_returns(
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
         turns = _drawn_turns("turn_returns", turn, rollouts)
-        rewards = _turn_rewards("turn_returns", turn_reward, scale, rollouts)
+        rewards = _turn_rewards("turn_returns", turn_reward, scale, turns, rollouts)
         returns, valid = _returns(signal, turns, rewards, base.at_step(gamma, rollouts, float))
         if baseline == "turn":
             group = stats.summary(returns, valid)
@@ -190,8 +190,9 @@ def mask_truncated_turns(
     name = "mask_truncated_turns"
 
     def apply(signal: Signal, rollouts: Rollouts) -> tuple[Signal, Metrics]:
-        cut = base.read_field(name, turn_truncated, rollouts).astype(bool)
-        gone = _on_turns(cut, _drawn_turns(name, turn, rollouts))
+        turns = _drawn_turns(name, turn, rollouts)
+        cut = _read_by_turn(name, turn_truncated, turns, rollouts).astype(bool)
+        gone = _on_turns(cut, turns)
         return _without(tokens.at_tokens(name, signal, rollouts), gone)
 
     return base.stateless(name, apply, needs=frozenset({turn, turn_truncated}))
@@ -212,8 +213,9 @@ def _turn_normalised(
 ) -> tuple[Signal, Metrics]:
     """Args: fields, numbers: turn, turn_reward, state; scale, gamma, weight, eps."""
     turns = _drawn_turns("turn_normalise", fields[0], rollouts)
-    states = base.read_field("turn_normalise", fields[2], rollouts)
-    rewards = _turn_rewards("turn_normalise", fields[1], numbers[0], rollouts)
+    rewards = _turn_rewards("turn_normalise", fields[1], numbers[0], turns, rollouts)
+    shape = rewards.shape, "[P, G, K]"
+    states = base.read_field("turn_normalise", fields[2], rollouts, *shape)
     gamma, weight, eps = (base.at_step(number, rollouts, rewards.dtype) for number in numbers[1:])
     returns, valid = _returns(signal, turns, rewards, gamma)
     episode = _among_samples(signal, std, eps, ddof)
@@ -227,12 +229,20 @@ def _turn_normalised(
 def _drawn_turns(name: str, field: str, rollouts: Rollouts) -> Array:
     """The turn of each token that the policy chose, -1 elsewhere."""
     drawn = base.read(name, rollouts, "token_mask").astype(bool)
-    return jnp.where(drawn, base.read_field(name, field, rollouts).astype(jnp.int32), -1)
+    turns = base.read_field(name, field, rollouts, drawn.shape, "[P, G, T]")
+    return jnp.where(drawn, turns.astype(jnp.int32), -1)
 
 
-def _turn_rewards(name: str, field: str, scale: Scheduled, rollouts: Rollouts) -> Array:
+def _read_by_turn(name: str, field: str, turns: Array, rollouts: Rollouts) -> Array:
+    """A field of turns [P, G, K]."""
+    return base.read_field(name, field, rollouts, (*turns.shape[:2], None), "[P, G, K]")
+
+
+def _turn_rewards(
+    name: str, field: str, scale: Scheduled, turns: Array, rollouts: Rollouts
+) -> Array:
     """What each turn brings to the sum of the rewards, [P, G, K]."""
-    rewards = stats.widen(base.read_field(name, field, rollouts))
+    rewards = stats.widen(_read_by_turn(name, field, turns, rollouts))
     return rewards * base.at_step(scale, rollouts, rewards.dtype)
 
 

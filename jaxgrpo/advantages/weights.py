@@ -159,7 +159,7 @@ def darling(field: str | None = None, floor: Scheduled = 0.1) -> AdvantageTransf
             tokens = base.read("darling", rollouts, "completion_tokens")
             same_class = _same_tokens(tokens, token_mask)
         else:
-            classes = base.read_field("darling", field, rollouts)
+            classes = base.read_field("darling", field, rollouts, mask.shape, "[P, G]")
             same_class = classes[:, :, None] == classes[:, None, :]
             # NaN, a class that is not known, equals nothing: the sample is a class of its own.
             same_class = same_class | jnp.eye(classes.shape[1], dtype=bool)[None]

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxgrpo.advantages import registry
 from jaxgrpo.advantages.chains import spec_of, trace_shapes
+from jaxgrpo.core.errors import InputError
 
 TOLERANCE = {np.float64: 1e-12, np.float32: 2e-5}
 EVERY, RECIPES = jax.jit(laws.run_all), jax.jit(laws.run_recipes)
@@ -142,6 +143,31 @@ def test_a_part_with_memory_is_not_refilled_or_says_what_it_remembers_then():
         *("mask_difficulty_band", "mask_below_running_deviation", "smooth_standardise"),
         *("add_kl_return_for_validity", "alpha_dpg"),
     }
+
+
+@pytest.mark.slow
+def test_a_field_of_another_shape_is_refused_by_its_name():
+    """It ended in an error of JAX, or was spread over samples or tokens."""
+    rollouts = laws.make_rollouts()
+    spec = spec_of(rollouts, num_rows=laws.ROWS)
+    several = {"mask_low_variance": 2, "mask_untaught": 4}  # these take a field of that rank too
+    readers = {
+        (label.split()[0], field): transform
+        for label, transform in laws.chains().items()
+        for field in transform.needs & rollouts.fields.keys()
+    }
+    for (part, field), transform in readers.items():
+        value = rollouts.fields[field]
+        shapes = [(*value.shape, 1)]
+        shapes += [value.shape[:-1]] * (value.ndim > 1)
+        shapes += [(laws.P, laws.G - 1, *value.shape[2:])] * (value.shape[1:2] == (laws.G,))
+        for shape in shapes:
+            if part == "recipe" or len(shape) == several.get(part):
+                continue
+            array = jax.ShapeDtypeStruct(shape, value.dtype)
+            with pytest.raises(InputError, match=" has shape ") as refused:
+                trace_shapes(transform, spec, {**rollouts.fields, field: array})
+            assert field in str(refused.value), (part, field, shape)
 
 
 def test_values_are_finite_and_zero_where_masked(dtype):

@@ -324,7 +324,7 @@ def test_samples_that_a_teacher_has_no_prompt_for_are_masked(entries):
     assert mask.tolist() == [[True, False, True], [False, False, True]]
     assert value.tolist() == mask.tolist()
     with pytest.raises(
-        InputError, match=r"mask_untaught: top has shape \(3, 2.*\[P, G\] = \(2, 3\)"
+        InputError, match=r"mask_untaught: top has shape \(3, 2.*\[P, G, T\] = \(2, 3"
     ):
         run(mask_untaught("top"), top=np.swapaxes(score, 0, 1), **fields)
 
