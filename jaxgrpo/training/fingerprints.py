@@ -182,7 +182,7 @@ def refuse_changes(
     """
     shared_kinds = [kind for kind in INPUTS if kind in old_inputs and kind in new_inputs]
     changed = [kind for kind in shared_kinds if old_inputs[kind] != new_inputs[kind]]
-    if changed != ["prompts"]:  # they change with what makes them
+    if {"rows", "template", "tokenizer"}.intersection(changed):  # these make the prompts
         changed = [kind for kind in changed if kind != "prompts"]
     refused = [kind for kind in changed if kind not in keys.allow_changes]
     if refused:
@@ -212,7 +212,8 @@ def _change(
     if kind == "prompts":
         return (
             "other tokens for the same rows, template and tokenizer: another version of "
-            "transformers or tokenizers, or a template that draws at random"
+            "transformers or tokenizers, tools that are described in other words, or a template "
+            "that draws at random"
         )
     where = f" in model.path = {paths['model.path']}" if kind in ("tokenizer", "base") else ""
     return f"{', '.join(differing_names(old, new))}{where}"

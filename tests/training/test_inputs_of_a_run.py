@@ -246,6 +246,19 @@ def test_other_tokens_of_the_same_rows_are_refused_alone(tmp_path):
     assert '["rows"]' in str(refused.value)
 
 
+def test_an_allowed_change_of_code_allows_no_other_prompts(tmp_path):
+    """Code and base make no prompts; rows, template and tokenizer do."""
+    config = small_run.config(tmp_path, **{"run.allow_changes": ["code", "base", "rows"]})
+    settings = config.run, {"data.path": config.data.path, "model.path": config.model.path}
+    before = {"rows": "2 rows", "prompts": "a", "base": {"a": 1}, "code": {"mine.py": 1}}
+    for kind in ("code", "base"):
+        fingerprints.refuse_changes(*settings, before, {**before, kind: {}})
+        with pytest.raises(InputError, match=r"\n  prompts: other tokens for the same rows"):
+            fingerprints.refuse_changes(*settings, before, {**before, kind: {}, "prompts": "b"})
+    changed = {**before, "rows": "3 rows", "code": {}, "prompts": "b"}
+    fingerprints.refuse_changes(*settings, before, changed)
+
+
 def test_groups_that_wait_need_their_rows_though_other_rows_are_allowed():
     room = no_groups(Geometry(3, 2, 6, 5, 1, 15), ("reward",), {})
     opening.refuse_missing_rows(Waiting(leftover=room), 1)  # there is none
