@@ -18,7 +18,7 @@ from rich.console import Console
 from docs.experiments import common
 from docs.experiments.common import Check, Result
 from jaxgrpo.cli import make_base
-from jaxgrpo.evaluation.evaluate import make_questions
+from jaxgrpo.evaluation.evaluate import make_questions, no_progress
 from jaxgrpo.evaluation.intervals import studentised
 from jaxgrpo.experiments.probe.command import draw
 from jaxgrpo.experiments.probe.measure import gap_influence
@@ -71,6 +71,7 @@ def sample(prompts: int, samples: int, **base_options: Any) -> Drawn:
                 config.eval.scorer, config.rewards, config.rollout.max_completion_tokens
             ),
             config.scorer_name,
+            no_progress,
         )
         train = config.train
         drawn = config.eval.samples, train.seed, train.tokens_per_micro_batch

@@ -33,6 +33,7 @@ from jaxgrpo.evaluation.intervals import is_end, read_interval
 from jaxgrpo.evaluation.rescoring import refuse_other_vocabulary
 from jaxgrpo.models.hf import folders
 from jaxgrpo.rewards import RewardFunction
+from jaxgrpo.rollout.judging import progress_after
 from jaxgrpo.training import export as exporting
 from jaxgrpo.training import fingerprints
 from jaxgrpo.training.pretrained import find_config, find_model
@@ -148,8 +149,10 @@ def _measure(
     say_dropped(console, held_out, config.rollout.max_prompt_tokens)
     keys, longest = config.eval, config.rollout.max_completion_tokens
     judge = resolve_judge(keys.scorer, config.rewards, longest, scorer, policy.world)
-    questions = make_questions(keys, held_out, judge, config.scorer_name, policy.converse)
     anchor, train = None, config.train
+    progress = functools.partial(progress_after, num_prompts=0, num_rows=0, max_steps=train.steps)
+    name, answering = config.scorer_name, policy.converse
+    questions = make_questions(keys, held_out, judge, name, progress, answering)
     if base_keys is not None:
         pretrained = find_model(*base_keys, config.rollout, train.remat, policy.mesh)
         fingerprints.refuse_unless_alike(lambda: {"base": folders.fingerprint(pretrained.folder)})

@@ -20,7 +20,7 @@ from jaxgrpo.data.storage import Place
 from jaxgrpo.environments.serving.endpoint import is_program
 from jaxgrpo.evaluation import agreement
 from jaxgrpo.evaluation.agreement import Agreement
-from jaxgrpo.rewards import RewardError, RewardLog, TrainerState
+from jaxgrpo.rewards import RewardError, RewardLog
 from jaxgrpo.rewards.protocol import Reward, check, reads_any
 from jaxgrpo.rollout.judging import merge_logs, step_progress
 from jaxgrpo.rollout.texts import Texts, among_all, call_on_texts
@@ -186,11 +186,8 @@ def judge_step(
         [row["messages"] for row in sound if "messages" in row],
     )
     columns = {name: [data[row["row"]][name] for row in sound] for name in _columns(data)}
-    progress = TrainerState(global_step=rows[0]["step"] - 1, max_steps=max_steps)
-    if data:
-        progress = step_progress(
-            progress.global_step, min(ordinals), len(ordinals), len(data), max_steps
-        )
+    step = rows[0]["step"] - 1
+    progress = step_progress(step, min(ordinals), len(ordinals), len(data), max_steps)
     scores, log = call_on_texts(judges, texts, columns, progress)
     table = among_all(scores, places, len(rows))
     return StepScores(rows, table, merge_logs([log], [places], len(rows), 1))

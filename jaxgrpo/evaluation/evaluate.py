@@ -64,6 +64,15 @@ class Policy:
     goal: np.ndarray | None = None  # [F] int32: tokens that every answer begins with
 
 
+Progress = Callable[[int], TrainerState]
+"""finished steps -> the progress of the run behind them"""
+
+
+def no_progress(step: int) -> TrainerState:
+    """The progress of what is no run and has no scorer that asks for it."""
+    return TrainerState(global_step=step)
+
+
 class Questions(NamedTuple):
     """What is asked, who judges the answers, and how they are analysed."""
 
@@ -74,6 +83,7 @@ class Questions(NamedTuple):
     formats: Mapping[str, str] = NOTHING  # name -> regular expression
     weighing: voting.Weighing = voting.Weighing()
     converse: Converse | None = None  # what answers samples, as `draw` takes it
+    progress: Progress = no_progress  # for the scorer's `trainer_state`
 
 
 class Answers(NamedTuple):
@@ -131,12 +141,14 @@ def make_questions(
     held_out: PromptData,
     scorer: Reward,
     use: str,
+    progress: Progress,
     answering: Callable[[Sequence[Mapping[str, Any]]], Converse | None] | None = None,
 ) -> Questions:
     """The first `eval.prompts` prompts, all by default, and who judges the answers.
 
     Args:
       use: the name of the scorer in the config.
+      progress: of the run.
       answering: rows -> what answers their samples; None: nothing.
 
     Raises: InputError as `check_scorer`.
@@ -152,6 +164,7 @@ def make_questions(
         keys.formats,
         voting.Weighing(keys.confidence_window, keys.confidence_kept),
         converse,
+        progress,
     )
 
 
@@ -425,7 +438,7 @@ def make_batches(
         again = _second_pass(rescore, params, mesh, batch)
         arrays = jax.tree.map(lambda x: x[: count - begin], (rows, *arrays, again))
         judged_rows, tokens, mask, logp, truncated, rescored = arrays
-        state, name = TrainerState(global_step=step), questions.scorer.name
+        state, name = questions.progress(step), questions.scorer.name
         scores, _ = judge.rollouts(judged_rows, tokens, mask, state, dialogue=drawing.dialogue)
         texts = [decode_texts(policy.tokenizer, ids) for ids in map(completion_ids, tokens, mask)]
         return Answers(tokens, mask, logp, truncated, scores[name], texts, rescored)

@@ -414,16 +414,31 @@ def rollout_progress(rollouts: Prompts, num_rows: int, max_steps: int) -> Traine
     return step_progress(int(step), int(ordinal.min()), len(ordinal), num_rows, max_steps)
 
 
+def progress_after(step: int, *, num_prompts: int, num_rows: int, max_steps: int) -> TrainerState:
+    """The progress of a run behind a step, as evaluations have it: epochs are those of runs whose
+    steps each take the next `num_prompts` places of the prompt stream.
+
+    Args: as in `step_progress`.
+    """
+    return step_progress(step, step * num_prompts, num_prompts, num_rows, max_steps)
+
+
 def step_progress(
     step: int, ordinal: int, num_prompts: int, num_rows: int, max_steps: int
 ) -> TrainerState:
-    """The progress of a run whose step begins with a place in the prompt stream."""
+    """The progress of a run whose step begins with a place in the prompt stream.
+
+    Args:
+      num_prompts: of a step.
+      num_rows: of the training data; 0: they are not read, and epochs are 0.
+      max_steps: of the run.
+    """
     main = jax.process_index() == 0
     return TrainerState(
         global_step=step,
         max_steps=max_steps,
-        epoch=ordinal / num_rows,
-        num_train_epochs=math.ceil(max_steps * num_prompts / num_rows),
+        epoch=ordinal / num_rows if num_rows else 0.0,
+        num_train_epochs=math.ceil(max_steps * num_prompts / num_rows) if num_rows else 0,
         is_world_process_zero=main,
         is_local_process_zero=main,
     )

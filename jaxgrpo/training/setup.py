@@ -84,7 +84,10 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "engine": (*_SAMPLING_KEYS, *_CHAT_KEYS),
     "update": _UPDATE_KEYS,
     "method": (*_UPDATE_KEYS, *_METHOD_KEYS),
-    "evaluator": (*_SAMPLING_KEYS, *_INPUT_KEYS, "rewards", "train.tokens_per_micro_batch"),
+    "evaluator": (
+        *(*_SAMPLING_KEYS, *_INPUT_KEYS, "rewards"),
+        *("train.tokens_per_micro_batch", "train.steps"),  # which scorers are told
+    ),
 }
 """What runs can share -> the tables, or single keys, of a config that it depends on. Neither the
 seed nor the run's folder matters to any of it."""
@@ -373,11 +376,12 @@ class Shared:
     def for_config(self, config: Config) -> step.Share:
         """A function (name in DEPENDS, make) that makes the thing, or returns the one it kept."""
         flat = configs.flat(configs.to_tables(config))
-        if config.optimizer.schedule == "constant":  # the number of steps is in no program
-            del flat["train.steps"]
+        has_steps = config.optimizer.schedule != "constant"  # in its programs
 
         def share(name: str, make: Callable[[], Any]) -> Any:
-            keys = DEPENDS[name]
+            keys = set(DEPENDS[name])
+            if not has_steps and name != "evaluator":
+                keys.discard("train.steps")
             tables = tuple(f"{key}." for key in keys)
             settings = {key: flat[key] for key in sorted(flat) if f"{key}.".startswith(tables)}
             place = json.dumps([name, settings], default=str)

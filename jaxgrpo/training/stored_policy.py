@@ -43,6 +43,7 @@ from jaxgrpo.rewards import RewardFunction, callable_name
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.rollout.dialogue import Converse
 from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.judging import progress_after
 from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.training import fingerprints, memory, sampled_memory
 from jaxgrpo.training.inputs import (
@@ -414,7 +415,9 @@ def evaluator_for_run(run: Setup, share: Share = share_nothing) -> Evaluate:
         longest = rollout.max_completion_tokens
         scorer = resolve_scorer(keys.scorer, config.rewards, longest, run.rewards, inputs.world)
         answering = None if inputs.world is None else inputs.world.converse
-        questions = make_questions(keys, held_out, scorer, config.scorer_name, answering)
+        sizes = {"num_prompts": rollout.prompts_per_step, "num_rows": len(inputs.prompts.rows)}
+        progress = functools.partial(progress_after, **sizes, max_steps=config.train.steps)
+        questions = make_questions(keys, held_out, scorer, config.scorer_name, progress, answering)
         base = find_base(run) if config.measures_kl_to_base else None
         tokens = config.train.tokens_per_micro_batch
         if base is None:

@@ -348,6 +348,26 @@ def test_the_trainer_state_follows_the_run(tmp_path):
     assert {(state.max_steps, state.num_train_epochs) for state in states} == {(2, 2)}
 
 
+def test_a_scorer_knows_the_progress_of_the_run(tmp_path):
+    states = []
+
+    def scheduled(completions, trainer_state):
+        states.append(trainer_state)
+        share = trainer_state.global_step / trainer_state.max_steps
+        return [len(text) % 2 * (1 - share) for text in completions]
+
+    dataset = [{"prompt": f"1{n}+20=", "answer": ""} for n in range(10)]
+    keys = {"eval.data": "task:arithmetic:test", "eval.prompts": 4, "eval.samples": 1}
+    run_config = small_run.config(tmp_path / "r", **{"train.steps": 2, "eval.every": 1, **keys})
+    run = loop.train(run_config, rewards=[scheduled], dataset=dataset)
+    last = states[-1]  # of the evaluation behind the last step
+    assert (last.global_step, last.epoch) == (2, pytest.approx(1.6))
+    assert {(state.max_steps, state.num_train_epochs) for state in states} == {(2, 2)}
+    states.clear()
+    evaluate(run.path, scorer=scheduled, samples=1)
+    assert {(state.max_steps, state.num_train_epochs) for state in states} == {(2, 0)}
+
+
 def test_a_process_without_a_group_has_no_texts():
     tokenizer = folders.read_tokenizer(small_run.base())
     none = np.zeros((0, 5), np.int32)

@@ -49,7 +49,7 @@ def test_what_differs_only_by_seed_shares_everything_and_a_method_is_its_own(tmp
     assert names(first) == set(DEPENDS)
     assert names(config(tmp_path / "b", **{"train.seed": 1})) == set()
     assert names(dataclasses.replace(first, recipe="sign")) == {"method"}
-    assert names(config(tmp_path / "longer", **{"train.steps": 3})) == set()
+    assert names(config(tmp_path / "longer", **{"train.steps": 3})) == {"evaluator"}
     rate = {"optimizer": {"learning_rate": 0.5}}
     assert names(config(tmp_path / "c", **rate)) == {"method", "update"}
     for several in ("minibatches", "num_iterations"):
@@ -66,9 +66,10 @@ def test_what_differs_only_by_seed_shares_everything_and_a_method_is_its_own(tmp
     assert names(config(tmp_path / "h", **template)) == {*DEPENDS} - {"update"}
 
 
-def test_the_number_of_steps_matters_to_what_is_shared_only_where_the_rate_falls(tmp_path):
-    shared = Shared()
-    for schedule, again in (("constant", set()), ("linear", {"method", "update"})):
+def test_the_number_of_steps_matters_to_programs_only_where_the_rate_falls(tmp_path):
+    """Scorers of evaluations are told it."""
+    shared, programs = Shared(), {"method", "update"}
+    for schedule, again in (("constant", {"evaluator"}), ("linear", {"evaluator", *programs})):
         objects = []
         for steps in (3, 4):
             optimizer = {"learning_rate": 1e-3, "schedule": schedule, "warmup_steps": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Unpack
@@ -24,7 +25,8 @@ from jaxgrpo.evaluation.rescoring import make_rescorer
 from jaxgrpo.experiments.probe import atlas, measure, report
 from jaxgrpo.experiments.probe.advice import advise
 from jaxgrpo.rewards import RewardFunction
-from jaxgrpo.rewards.protocol import TrainerState, reads_any
+from jaxgrpo.rewards.protocol import reads_any
+from jaxgrpo.rollout.judging import progress_after
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document, telling
 from jaxgrpo.training.records.report.html import check_can_draw, check_writable
@@ -159,11 +161,13 @@ def _probe(
     say_dropped(console, held_out, config.rollout.max_prompt_tokens)
     longest, world = config.rollout.max_completion_tokens, policy.world
     judge = resolve_judge(config.eval.scorer, config.rewards, longest, reward, world)
-    questions = make_questions(config.eval, held_out, judge, config.scorer_name, policy.converse)
+    steps, name, answering = config.train.steps, config.scorer_name, policy.converse
+    progress = functools.partial(progress_after, num_prompts=0, num_rows=0, max_steps=steps)
+    questions = make_questions(config.eval, held_out, judge, name, progress, answering)
     if process.is_main():
         first, ends = questions.rows[0], policy.engine.settings.stop_tokens
         tried = [] if reads_any(judge.function, COLUMNS) else [judge]
-        previews = try_rewards(tried, first, policy.tokenizer, ends, TrainerState())
+        previews = try_rewards(tried, first, policy.tokenizer, ends, progress(0))
         show_previews(console, [judge], first, previews)
     with telling(console, "probe: sampling"):
         train = config.train
