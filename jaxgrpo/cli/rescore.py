@@ -30,7 +30,13 @@ from jaxgrpo.training.records.console import LOOK, Document, facts, show_table
 from jaxgrpo.training.records.folder import plain
 from jaxgrpo.training.records.reading import is_number
 from jaxgrpo.training.records.report.html import check_writable
-from jaxgrpo.training.records.report.record import shown, total_reward, visible
+from jaxgrpo.training.records.report.record import (
+    RewardSum,
+    reward_sum,
+    shown,
+    total_reward,
+    visible,
+)
 from jaxgrpo.training.rewarding import resolve_rewards
 from jaxgrpo.training.stored_policy import read_run
 
@@ -100,8 +106,8 @@ def rescore(
     samples, left_out = _read_spoken(folder, steps, is_answered)
     _check_same(samples, data, config.environments, str(folder))
     results = [judge_step(rows, data, judges, config.train.steps) for rows in samples]
-    weigh = {name: entry.weight for name, entry in by_title.items()}
-    numbers = [entry for scored in results for entry in compare_step(scored, judges, weigh)]
+    summing = reward_sum(configs.to_tables(config))
+    numbers = [entry for scored in results for entry in compare_step(scored, judges, summing)]
     if out:
         write_rows(out, (line for scored in results for line in _lines(scored)))
     if as_json:
@@ -194,24 +200,30 @@ def judge_step(
 
 
 def compare_step(
-    scored: StepScores, judges: Sequence[Reward], weigh: Mapping[str, float]
+    scored: StepScores, judges: Sequence[Reward], summing: RewardSum
 ) -> Iterator[dict[str, Any]]:
     """The numbers of each new reward, and of their sum, beside the sum of the old ones.
 
     Args:
-      weigh: weights of the old rewards; 1 for those that are not in it.
+      summing: how the run adds up rewards.
     """
-    totals = [total_reward(row, weigh) for row in scored.rows]
-    old = np.array([np.nan if total is None else total for total in totals])
+    old = _totals(scored.rows, summing)
     group = np.array([row["ordinal"] for row in scored.rows])
     new = {name: values.astype(float) for name, values in scored.scores.items()}
     if len(judges) > 1:
-        weighed = [judge for judge in judges if judge.weight]
-        total = sum((judge.weight * new[judge.name] for judge in weighed), np.zeros(len(old)))
-        new |= {TOTAL: total}
+        weights = {judge.name: judge.weight for judge in judges}
+        judged = zip(*new.values(), strict=True)
+        rows = [{"rewards": dict(zip(new, values, strict=True))} for values in judged]
+        new |= {TOTAL: _totals(rows, RewardSum(weights, summing.adds_scored))}
     for name, values in new.items():
         numbers: Agreement = agreement.compare(old, values, group)
         yield {"step": scored.rows[0]["step"], "reward": name, **numbers._asdict()}
+
+
+def _totals(rows: Sequence[Row], summing: RewardSum) -> np.ndarray:
+    """`total_reward` of each row; NaN where there is none."""
+    totals = [total_reward(row, summing) for row in rows]
+    return np.array([np.nan if total is None else total for total in totals])
 
 
 def _check_same(

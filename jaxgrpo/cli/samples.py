@@ -14,12 +14,13 @@ from jaxgrpo.data.storage import Place
 from jaxgrpo.training.records.console import Document
 from jaxgrpo.training.records.reading import is_number, read_samples, sample_steps
 from jaxgrpo.training.records.report.record import (
+    RewardSum,
     mean_advantage,
     read_run,
+    reward_sum,
     shown,
     total_reward,
     visible,
-    weights,
 )
 
 LIMIT = 10
@@ -56,25 +57,25 @@ def show_samples(
     folder = storage.place_as_named(run)
     record = read_run(folder)
     rows = read_step(folder, find_steps(folder, step)[-1])
-    weigh = weights(record)
+    summing = reward_sum(record.config)
     matching = [row for row in rows if contains is None or _holds(row, contains)]
     if sort is not None:
-        matching = ordered(matching, measures(weigh)[sort], ascending)
+        matching = ordered(matching, measures(summing)[sort], ascending)
     if as_json:
-        return Document(_document(rows, matching, limit, weigh))
+        return Document(_document(rows, matching, limit, summing))
     console = Console(highlight=False)
     for row in matching[:limit]:
-        console.print(_title(row, weigh), soft_wrap=True)
+        console.print(_title(row, summing), soft_wrap=True)
         console.print(Text(visible(shown(row["prompt"])), style="dim"), soft_wrap=True)
         console.print(Text(visible(shown(row["completion"]))), soft_wrap=True, end="\n\n")
     console.print(_summary(rows, matching, limit, sort, ascending), markup=False, soft_wrap=True)
     return 0
 
 
-def measures(weigh: Mapping[str, float]) -> dict[str, Callable[[Row], float | None]]:
+def measures(summing: RewardSum) -> dict[str, Callable[[Row], float | None]]:
     """What samples can be sorted by -> the number of a row; None where it has none."""
     return {
-        "reward": lambda row: total_reward(row, weigh),
+        "reward": lambda row: total_reward(row, summing),
         "length": lambda row: len(row["completion_ids"]),
         "advantage": lambda row: mean_advantage(row["advantage"]),
     }
@@ -123,9 +124,9 @@ def _holds(row: Row, text: str) -> bool:
     return any(text in shown(row[name]) for name in ("prompt", "completion"))
 
 
-def _title(row: Row, weigh: Mapping[str, float]) -> Text:
+def _title(row: Row, summing: RewardSum) -> Text:
     """One line with the place of a sample and all its numbers."""
-    total, mean = total_reward(row, weigh), mean_advantage(row["advantage"])
+    total, mean = total_reward(row, summing), mean_advantage(row["advantage"])
     rewards = ", ".join(
         f"{visible(name)} {_number(value, '.4g')}" for name, value in row["rewards"].items()
     )
@@ -139,11 +140,11 @@ def _title(row: Row, weigh: Mapping[str, float]) -> Text:
 
 
 def _document(
-    rows: Sequence[Row], matching: Sequence[Row], limit: int, weigh: Mapping[str, float]
+    rows: Sequence[Row], matching: Sequence[Row], limit: int, summing: RewardSum
 ) -> dict[str, Any]:
     """What `show_samples` prints, for --json."""
     names = ("row", "sample", "prompt", "completion", "rewards", "truncated")
-    numbers = measures(weigh)
+    numbers = measures(summing)
     return {
         "step": rows[0]["step"],
         "samples": len(rows),

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from jaxgrpo.advantages.streams import sums_scored
 from jaxgrpo.core.errors import InputError, differing_names, one_line
 from jaxgrpo.core.types import Learner, Params, Rollouts, Stream
 from jaxgrpo.data.limits import ending_forks, restoring_process
@@ -34,6 +35,7 @@ from jaxgrpo.training.processes import process
 from jaxgrpo.training.records import alarms
 from jaxgrpo.training.records.folder import plain
 from jaxgrpo.training.records.reading import evaluation_metrics
+from jaxgrpo.training.records.report.record import RewardSum
 from jaxgrpo.training.resets import is_better, make_resetter, refuse_unknown_best, see
 from jaxgrpo.training.stored_policy import policy_for_run
 from jaxgrpo.update.work import count_step, split_scoring, step_flops
@@ -149,7 +151,8 @@ def reset_reference(opened: OpenRun) -> Hook:
 def write_samples(opened: OpenRun) -> Hook:
     """Writes files of samples and rollouts where they are due."""
     keys, inputs, log = opened.run.config.run, opened.run.inputs, opened.log
-    weights = {reward.name: reward.weight for reward in opened.run.rewards}
+    blueprint = opened.run.blueprint
+    summing = RewardSum(blueprint.reward_weights or {}, sums_scored(blueprint.chain))
     prompts, tokenizer = inputs.prompts, inputs.pretrained.tokenizer
     prefixes = opened.run.collector.source.prefixes
 
@@ -166,7 +169,7 @@ def write_samples(opened: OpenRun) -> Hook:
                 prompts.mixture,
                 prefixes,
             )
-            log.samples(number, rows, weights)
+            log.samples(number, rows, summing)
         if is_due(number, keys.rollouts_every):
             log.rollouts(number, sharding.to_host(rollouts))
         return step

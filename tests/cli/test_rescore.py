@@ -149,6 +149,15 @@ def test_several_rewards_have_a_sum_by_the_weights_of_the_run(run, tmp_path, cap
     assert "groups that would become so" in printed
 
 
+def test_both_sums_are_of_what_was_scored_where_the_run_adds_that_up(run, capsys):
+    words = ("--rewards", "right", "length", "--set", "rollout.max_completion_tokens=4")
+    plain = rescored(capsys, run, *words)["rows"]
+    summed = rescored(capsys, run, *words, "--set", "recipe=like_trl")["rows"]
+    assert [entry["unscored"] for entry in plain] == [1, 0, 1]
+    assert [entry["unscored"] for entry in summed] == [1, 0, 0]
+    assert summed[:2] == plain[:2]
+
+
 def test_the_table_of_many_steps_fits_a_terminal_of_80_columns():
     numbers = {
         "reward": "correct", "old_mean": 0.5, "new_mean": -0.25, "spearman": -0.125,

@@ -94,6 +94,13 @@ def test_a_sample_is_whole_with_all_its_numbers(run, capsys):
     assert text.endswith("4 of 4 samples of step 2, highest reward first\n")
 
 
+def test_the_reward_is_the_sum_of_what_was_scored_where_the_chain_adds_that_up(run, capsys):
+    (Path(run) / "config.toml").write_text(f'recipe = "like_trl"\n{CONFIG}')
+    text = printed(capsys, run, "--step", "2", "--sort", "reward")
+    assert order(text) == ["best", "the longest", "not scored", "worst"]
+    assert "row 7, sample 1 · reward 1 (right –, brief 1) · advantage +0" in text
+
+
 def test_the_newest_step_is_the_default_and_texts_do_not_act(run, capsys):
     assert "assistant: of step thirty" in printed(capsys, run)
     text = printed(capsys, run, "--step", "10")

@@ -95,6 +95,8 @@ def test_a_run_in_which_no_sample_is_scored_is_told_that_nothing_was_learned_and
     state, raised = replay([{"step": step, **row} for step in (1, 2, 3)])
     assert state.active == {"unscored sums", "unscored words", "no update"}
     assert all('recipe = "like_trl" or the part sum_scored' in alarm.text for alarm in raised)
+    # A run that has it is told the same.
+    assert sum("with it nothing is wrong" in alarm.text for alarm in raised) == 2
     flat = row | {"frac_reward_zero_std": 1.0}
     assert "no update" not in replay([{"step": step, **flat} for step in (1, 2, 3)])[0].active
 

@@ -108,15 +108,16 @@ RULES = (
         "no update",
         "skipped_updates/no_live_sample > 0.999",
         "no update learned from a sample: no sample had an advantage",
-        'where each reward is None on the rows of the others, take recipe = "like_trl" or the part '
-        "sum_scored, which add up what was scored; else see rewards and advantages in samples/",
+        'where each reward is None on the rows of the others, recipe = "like_trl" or the part '
+        "sum_scored adds up what was scored; else see rewards and advantages in samples/",
     ),
     Rule(
         "unscored",
         "rewards/*/unscored > 0.1",
         "the reward {star} could not score {value:.0%} of completions",
-        "see which in samples/ (null) and mend the reward, or the columns it reads; if it is None "
-        'on the rows of other rewards, take recipe = "like_trl" or the part sum_scored',
+        "see which in samples/ (null) and mend the reward, or the columns it reads; if it leaves "
+        'rows to other rewards, recipe = "like_trl" or the part sum_scored adds up what was '
+        "scored, and with it nothing is wrong",
     ),
     Rule(
         "calls raise",

@@ -29,6 +29,7 @@ from jaxgrpo.training.processes import parent, process
 from jaxgrpo.training.records.folder import plain
 from jaxgrpo.training.records.report.record import (
     Record,
+    RewardSum,
     accuracy_first,
     shown,
     total_reward,
@@ -357,12 +358,12 @@ def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
     return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in values)
 
 
-def best_and_worst(rows: Sequence[Mapping[str, Any]], weights: Mapping[str, float]) -> list[Text]:
+def best_and_worst(rows: Sequence[Mapping[str, Any]], summing: RewardSum) -> list[Text]:
     """What to print of a step's sample rows: the sample with most reward and the one with least.
 
     One alone where all rewards are equal, and a line where none is scored.
     """
-    scored = [(total, row) for row in rows if (total := total_reward(row, weights)) is not None]
+    scored = [(total, row) for row in rows if (total := total_reward(row, summing)) is not None]
     if not scored:
         return [Text("no completion of this step could be scored", style="yellow")]
     (high, best), (low, worst) = (

@@ -30,7 +30,7 @@ from jaxgrpo.training.records.console import Display, best_and_worst, warning
 from jaxgrpo.training.records.folder import Closing, RunFolder
 from jaxgrpo.training.records.reading import is_number, read_metrics
 from jaxgrpo.training.records.report.html import write_report
-from jaxgrpo.training.records.report.record import FINISHED, STOPPED, UNDER_WAY
+from jaxgrpo.training.records.report.record import FINISHED, STOPPED, UNDER_WAY, RewardSum
 
 REPORT_SHARE = 0.01
 """Of the seconds since the start, so much at most goes into reports during the run."""
@@ -133,14 +133,12 @@ class Logbook(Closing):
         for tracker in self._trackers:
             self._attempt(type(tracker).__name__, number, functools.partial(write, tracker))
 
-    def samples(
-        self, number: int, rows: Iterable[Mapping[str, Any]], weights: Mapping[str, float]
-    ) -> None:
+    def samples(self, number: int, rows: Iterable[Mapping[str, Any]], summing: RewardSum) -> None:
         """Writes the samples of a step, and shows the best and the worst of them."""
         rows = list(rows)
         self._attempt("samples", number, lambda: self._folder.write_samples(number, rows))
         if self._active:
-            for text in best_and_worst(rows, weights):
+            for text in best_and_worst(rows, summing):
                 self._display.say(text)
 
     def rollouts(self, number: int, rollouts: Rollouts) -> None:

@@ -17,7 +17,9 @@ from jaxgrpo.training.records.report.record import (
     FINISHED,
     STOPPED,
     UNDER_WAY,
+    RewardSum,
     read_run,
+    reward_sum,
     shown,
     total_reward,
 )
@@ -186,10 +188,31 @@ def test_a_report_that_cannot_be_written_says_where_and_what_else_to_do(folder):
 
 
 def test_the_total_of_a_sample_weighs_its_rewards():
-    weights = {"right": 2.0, "brief": 1.0}
-    assert total_reward(sample(), weights) == 2.5
-    assert total_reward(sample(rewards={"right": None, "brief": 1.0}), weights) is None
-    assert total_reward(sample(rewards={"right": None, "brief": 1.0}), {"right": 0.0}) == 1.0
+    summing = RewardSum({"right": 2.0, "brief": 1.0})
+    assert total_reward(sample(), summing) == 2.5
+    unread = sample(rewards={"right": None, "brief": 1.0})
+    assert total_reward(unread, summing) is None
+    assert total_reward(unread, RewardSum({"right": 0.0})) == 1.0
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"recipe": "like_trl"},
+        {"recipe": {"use": "like_trl", "scale_rewards": "none"}},
+        {"advantage": ["sum_scored", {"use": "subtract_group_mean"}]},
+        {"advantage": [{"use": "python:like_trl"}]},
+    ],
+)
+def test_the_total_is_of_what_was_scored_where_the_chain_adds_that_up(tables):
+    """As the metric `reward` is: None where no reward with a weight scored the sample."""
+    rewards = [{"use": "mine.py:right", "weight": 2.0}, {"use": "brief", "weight": 0.0}]
+    summing = reward_sum({**tables, "rewards": [*rewards, {"use": "short"}]})
+    assert summing == ({"right": 2.0, "brief": 0.0, "short": 1.0}, True)
+    assert total_reward(sample(rewards={"right": 1.5, "short": None}), summing) == 3.0
+    unscored = {"right": None, "brief": 1.0, "short": None}
+    assert total_reward(sample(rewards=unscored), summing) is None
+    assert not reward_sum({"recipe": "grpo"}).adds_scored
 
 
 def test_prompts_may_be_texts_messages_or_anything():

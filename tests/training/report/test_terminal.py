@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from jaxgrpo.training.records import console
-from jaxgrpo.training.records.report.record import FINISHED, Record, visible
+from jaxgrpo.training.records.report.record import FINISHED, Record, RewardSum, visible
 
 MARKUP = "[bold red]x[/bold red] [link=http://a]y[/link] \x1b[31m\x1b]0;title\x07 \r\x08[/]"
 
@@ -29,15 +29,15 @@ def printed(texts) -> str:
 
 def test_best_and_worst_are_those_of_most_and_least_weighted_reward():
     rows = [row("middle", 0.5), row("good", 1.0), row("none", None), row("bad", -1.0)]
-    shown = printed(console.best_and_worst(rows, {"right": 2.0}))
+    shown = printed(console.best_and_worst(rows, RewardSum({"right": 2.0})))
     assert shown == "  best, 2: 1+1=\n    good\n  worst, -2: 1+1=\n    bad\n"
 
 
 def test_equal_rewards_show_one_sample_and_no_scores_a_line():
-    shown = printed(console.best_and_worst([row("a", 0.0), row("b", 0.0)], {}))
+    shown = printed(console.best_and_worst([row("a", 0.0), row("b", 0.0)], RewardSum()))
     assert shown == "  all 2 scored the same, 0: 1+1=\n    a\n"
     assert "no completion of this step could be scored" in printed(
-        console.best_and_worst([row("a", None)], {})
+        console.best_and_worst([row("a", None)], RewardSum())
     )
 
 

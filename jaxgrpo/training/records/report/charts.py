@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from jaxgrpo.evaluation.intervals import is_end
-from jaxgrpo.training.records.report.record import Record, natural, visible, weights
+from jaxgrpo.training.records.report.record import Record, natural, reward_sum, visible
 
 MAX_POINTS = 300
 """Points of a curve; a longer run is shown by the means of as many stretches of steps."""
@@ -247,7 +247,7 @@ def _curves(panel: Panel, record: Record) -> dict[str, Curve]:
             labels[name] = plain_label(
                 label.replace("*", name.removeprefix(prefix).removesuffix(suffix))
             )
-    has_weight = any(weight != 1 for weight in weights(record).values())
+    has_weight = any(weight != 1 for weight in reward_sum(record.config).weights.values())
     if "reward" in labels and len(labels) == 2 and not has_weight:
         del labels[next(name for name in labels if name != "reward")]  # both are the same
     curves = {label: _curve(record, name) for name, label in labels.items()}

@@ -8,7 +8,12 @@ from typing import Any
 from jaxgrpo.data.storage import Place
 from jaxgrpo.training.records.reading import is_number, read_samples, sample_steps
 from jaxgrpo.training.records.report.blocks import cut_text, number, section, text
-from jaxgrpo.training.records.report.record import mean_advantage, strongest_first, total_reward
+from jaxgrpo.training.records.report.record import (
+    RewardSum,
+    mean_advantage,
+    strongest_first,
+    total_reward,
+)
 
 MAX_STEPS = 8
 MAX_ROWS = 24  # of a step
@@ -78,16 +83,16 @@ def read(folder: Place) -> list[dict[str, Any]]:
     return rows
 
 
-def render(rows: Sequence[Row], weigh: Mapping[str, float]) -> str:
+def render(rows: Sequence[Row], summing: RewardSum) -> str:
     """A section with every sample turn by turn, and what filters and sorts them by `SCRIPT`.
 
     Args:
-      weigh: reward -> its weight.
+      summing: how the run adds up rewards.
     """
     steps = sorted({row["step"] for row in rows})
     has_rewards = any(turn["reward"] for row in rows for turn in row.get("turns", ()))
     options = "".join(f"<option>{step}</option>" for step in steps)
-    samples = "\n".join(_sample(row, weigh, has_rewards) for row in rows)
+    samples = "\n".join(_sample(row, summing, has_rewards) for row in rows)
     names = f"step {steps[0]}" if len(steps) == 1 else f"steps {', '.join(map(str, steps))}"
     note = (
         f'<p class="muted">At most {MAX_ROWS} of a step, of the groups with the largest advantages.'
@@ -98,8 +103,8 @@ def render(rows: Sequence[Row], weigh: Mapping[str, float]) -> str:
     return section(f"Conversations of {names}", note + body)
 
 
-def _sample(row: Row, weigh: Mapping[str, float], has_rewards: bool) -> str:
-    total, length = total_reward(row, weigh), len(row["completion_ids"])
+def _sample(row: Row, summing: RewardSum, has_rewards: bool) -> str:
+    total, length = total_reward(row, summing), len(row["completion_ids"])
     measures = {"step": row["step"], "reward": "" if total is None else total, "length": length}
     attributes = " ".join(f'data-{name}="{text(value)}"' for name, value in measures.items())
     title = f"Step {row['step']}, row {row['row']}, sample {row['sample']}"

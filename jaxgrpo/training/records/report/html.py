@@ -33,12 +33,13 @@ from jaxgrpo.training.records.report.blocks import (
 from jaxgrpo.training.records.report.record import (
     UNDER_WAY,
     Record,
+    RewardSum,
     accuracy_first,
     mean_advantage,
     read_run,
+    reward_sum,
     strongest_first,
     total_reward,
-    weights,
     with_interval,
 )
 
@@ -130,7 +131,8 @@ def report(run: str | Path, text: bool = False, as_json: bool = False) -> int | 
 def render(record: Record, talks: Sequence[Mapping[str, Any]] = ()) -> str:
     """The page. Args: talks: samples with turns, as `conversations.read` gives them."""
     parts = [part(record) for part in (_header, _warnings, _evaluation, _charts)]
-    parts.append(conversations.render(talks, weights(record)) if talks else _samples(record))
+    summing = reward_sum(record.config)
+    parts.append(conversations.render(talks, summing) if talks else _samples(record))
     return document(record.name, "\n".join(parts), conversations.SCRIPT if talks else "")
 
 
@@ -223,7 +225,7 @@ def _samples(record: Record) -> str:
     rows = strongest_first(record.samples)[:MAX_SAMPLES]
     rewards = list(dict.fromkeys(name for row in rows for name in row["rewards"]))
     head = "".join(f'<th class="n">{text(name)}</th>' for name in [*rewards, "advantage"])
-    body = "".join(_sample_rows(rows, rewards, weights(record)))
+    body = "".join(_sample_rows(rows, rewards, reward_sum(record.config)))
     more = len(record.samples) - len(rows)
     selection = f", {len(rows)} of {len(record.samples)}, strongest groups first" if more else ""
     lines = f"<table><tr><th>prompt</th><th>completion</th>{head}</tr>{body}</table>"
@@ -233,7 +235,7 @@ def _samples(record: Record) -> str:
 
 
 def _sample_rows(
-    rows: Sequence[Mapping[str, Any]], rewards: Sequence[str], weigh: Mapping[str, float]
+    rows: Sequence[Mapping[str, Any]], rewards: Sequence[str], summing: RewardSum
 ) -> Iterable[str]:
     """One row of the table per sample; a prompt is shown once, with the first of its samples."""
     last_ordinal = None
@@ -242,7 +244,7 @@ def _sample_rows(
         last_ordinal = row["ordinal"]
         prompt = f"<pre>{cut_text(row['prompt'])}</pre>" if opens_group else ""
         cut = ' <span class="muted">(cut at the limit)</span>' if row["truncated"] else ""
-        total = total_reward(row, weigh)
+        total = total_reward(row, summing)
         numbers = [
             f'<td class="n">{number(value) if is_number(value) else "not scored"}</td>'
             for value in (row["rewards"].get(name) for name in rewards)

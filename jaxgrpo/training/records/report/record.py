@@ -9,7 +9,8 @@ import re
 import tomllib
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from jaxgrpo.config.own_code import short_name
 from jaxgrpo.core.errors import InputError, refusing
@@ -26,6 +27,8 @@ from jaxgrpo.training.records.reading import (
 )
 
 TURNS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+ADDING = ("like_trl", "sum_scored")
+"""The recipe and the part that add up what was scored."""
 UNDER_WAY, FINISHED, STOPPED = "under way", "finished", "stopped"
 
 
@@ -109,15 +112,25 @@ def read_run(folder: Place, status: str | None = None) -> Record:
     )
 
 
-def total_reward(row: Mapping[str, Any], weights: Mapping[str, float]) -> float | None:
-    """The weighted sum of a sample's rewards; None where one that weighs could not be scored."""
-    total = 0.0
-    for name, value in row["rewards"].items():
-        weight = weights.get(name, 1.0)
-        if weight and not is_number(value):
-            return None
-        total += weight * value if weight else 0.0
-    return total
+class RewardSum(NamedTuple):
+    """How a run adds up the rewards of a sample."""
+
+    weights: Mapping[str, float] = MappingProxyType({})  # by a reward's name; 1 where it has none
+    adds_scored: bool = False  # what a reward could not score counts 0, as in `sum_scored`
+
+
+def total_reward(row: Mapping[str, Any], summing: RewardSum) -> float | None:
+    """The weighted sum of a sample's rewards; None where one that weighs could not be scored, or,
+    where what was scored is added up, where none could."""
+    weighed = [
+        (weight, value)
+        for name, value in row["rewards"].items()
+        if (weight := summing.weights.get(name, 1.0))
+    ]
+    parts = [weight * value for weight, value in weighed if is_number(value)]
+    if len(parts) < len(weighed) and not (parts and summing.adds_scored):
+        return None
+    return sum(parts, 0.0)
 
 
 def mean_advantage(value: Any) -> float | None:
@@ -128,13 +141,16 @@ def mean_advantage(value: Any) -> float | None:
     return float(value) if is_number(value) else None
 
 
-def weights(record: Record) -> dict[str, float]:
-    """Reward name -> its weight in the config."""
-    entries = record.config.get("rewards", [])
-    return {
+def reward_sum(tables: Mapping[str, Any]) -> RewardSum:
+    """How a config says that rewards are added up. Of a chain from Python the name alone is known:
+    one that has `sum_scored` and is not called `like_trl` is taken for one that has not."""
+    weights = {
         str(entry.get("name") or short_name(str(entry.get("use", "")))): entry.get("weight", 1.0)
-        for entry in entries
+        for entry in tables.get("rewards", [])
     }
+    parts = [tables.get("recipe"), *tables.get("advantage", [])]
+    uses = [part.get("use") if isinstance(part, Mapping) else part for part in parts]
+    return RewardSum(weights, any(short_name(str(use)) in ADDING for use in uses))
 
 
 def strongest_first(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -213,6 +229,8 @@ def _parse_config(text: str) -> dict[str, Any]:
     rewards = tables.get("rewards", [])
     if not isinstance(rewards, list) or not all(isinstance(entry, dict) for entry in rewards):
         raise ValueError("rewards is no list of tables")
+    if not isinstance(tables.get("advantage", []), list):
+        raise ValueError("advantage is no list")
     if not all(is_number(entry.get("weight", 1.0)) for entry in rewards):
         raise ValueError("a weight of rewards is no number")
     return tables
