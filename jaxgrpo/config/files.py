@@ -301,6 +301,7 @@ def make_config(
     advantage: AdvantageTransform | None = None,
     tools: Sequence[Any] = (),
     environment: Any = None,
+    dataset: Any = None,
 ) -> Config:
     """The config that a call from Python means.
 
@@ -309,6 +310,7 @@ def make_config(
       changes: keys to replace, nested ({"train": {"steps": 3}}) or dotted ({"train.steps": 3});
         relative paths in them begin at the working directory.
       rewards, advantage, tools, environment: objects of the call; the config records their names.
+      dataset: rows of the call; the config then names no other ones.
 
     Raises: ConfigError with all problems; InputError as `refuse_other_objects`.
     """
@@ -332,7 +334,22 @@ def make_config(
         tables["environment"] = {name: _code_name(make) for name, make in environment.items()}
     elif environment is not None:
         tables["environment"] = _code_name(environment)
+    if dataset is not None:
+        _forget_source(tables)
     return from_dict(tables, source=source)
+
+
+def _forget_source(tables: dict[str, Any]) -> None:
+    """Leaves data.path out of `tables`, which are changed, and how it is read, but for what an
+    evaluation on the same source reads of that."""
+    values: dict[str, Any] = flat(tables)
+    path, evaluated = values.get("data.path"), values.get("eval.data")
+    changes: dict[str, Any] = {"data.path": None}
+    if path not in (None, evaluated):
+        changes |= {"data.subset": None, "data.revision": None}
+    if not str(evaluated).endswith(".csv"):
+        changes["data.delimiter"] = keys.DataKeys().delimiter
+    replace(tables, changes, Path.cwd())
 
 
 def refuse_other_objects(rewards: Any, advantage: Any, tools: Any) -> None:

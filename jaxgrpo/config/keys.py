@@ -288,7 +288,7 @@ class TrainKeys:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalKeys:
     data: str | None = key(None)  # as data.path; None: no evaluation
-    subset: str | None = key(None)  # None: data.subset if eval.data is data.path
+    subset: str | None = key(None)  # None: data.subset if eval.data is data.path or that is None
     split: str | None = key(None)  # of a folder or of the hub; None: the only one
     every: int = key(0, at_least=0)  # steps; 0: at the start and the end only
     samples: int = key(16, at_least=1)  # per prompt, for pass@k

@@ -88,7 +88,7 @@ def read_inputs(
         ends = folders.read_end_tokens(folder, tokenizer, stored.vocab_size)
         replay = read_files(config.rollout, run_keys, rollouts, tokenizer, stored, ends)
         training_prompts = replay.data
-    has_rows = dataset is not None or rollouts is not None
+    has_rows = (dataset is not None and bool(data.prompt)) or rollouts is not None
     source = eval_source(config.eval, data, has_rows) if config.eval.data else None
     held_out = load_prompts(data, longest, chat, source) if source else None
     return Inputs(pretrained, chat, training_prompts, held_out, replay, world)
@@ -216,7 +216,8 @@ def eval_source(keys: EvalKeys, training: DataKeys, has_rows: bool = False) -> S
     is_task = keys.data.startswith(PREFIX)
     is_foreign = is_task and (has_rows or not _trains_on(training.path, keys.data))
     columns = TASK_COLUMNS if is_foreign else None
-    same: DataKeys | PartKeys | None = training if keys.data == training.path else None
+    # Beside rows from Python what data says of a source is left of the one that is evaluated.
+    same: DataKeys | PartKeys | None = training if training.path in (None, keys.data) else None
     if isinstance(training.path, tuple) and not has_rows:
         same = _same_part(keys, training.path)
         columns = columns if same is None else _part_columns(training, same)

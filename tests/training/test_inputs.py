@@ -194,6 +194,31 @@ def test_a_run_on_rows_from_python_is_evaluated_later_as_it_was_then(tmp_path):
     assert prompts_of_rows(run_config.data, source) == plain
 
 
+@pytest.mark.parametrize(
+    ("evaluated", "left"),
+    [("openai/gsm8k", ("main", "v1")), ("owner/name", (None, None)), ("a.csv", (None, None))],
+)
+def test_beside_rows_from_python_the_config_keeps_of_a_source_what_evaluations_read(
+    evaluated, left, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.csv").write_text("prompt;answer\n")
+    keys = {"path": "openai/gsm8k", "subset": "main", "revision": "v1", "split": "train"}
+    tables = minimal_config.tables(data=keys, eval={"data": evaluated, "kl_to_base": False})
+    tables["data"] |= {"delimiter": ";"} if evaluated == "a.csv" else {}
+    first = configs.make_config(tables, dataset=[])
+    again = configs.make_config(first, dataset=[])  # as where it is resumed
+    for run_config in (first, again):
+        data, source = run_config.data, inputs.eval_source(run_config.eval, run_config.data)
+        assert (data.path, data.split) == (None, "train")
+        assert (data.subset, data.revision) == (source.subset, source.revision) == left
+        assert data.delimiter == (";" if evaluated == "a.csv" else ",")
+    (tmp_path / "rows.csv").write_text("prompt;answer\n")
+    tables["data"] = {"path": "rows.csv", "delimiter": ";"}
+    tables["eval"]["data"] = "owner/name"
+    assert configs.make_config(tables, dataset=[]).data.delimiter == ","
+
+
 def test_a_task_in_a_mixture_is_asked_as_its_entry_says():
     parts = [
         PartKeys(path="task:demonstrated:test?size=2", name="shown", prompt="shown"),

@@ -230,6 +230,40 @@ def test_rows_from_python_are_compared_too(tmp_path):
     assert train(2, list(ROWS)).summary["step"] == 2
 
 
+@pytest.mark.slow
+def test_rows_from_python_replace_the_path_of_the_config(tmp_path):
+    """Its evaluation is asked the same prompts then and later, and it is resumed as it began."""
+    asked = []
+
+    def score(prompts, completions):
+        asked.extend(prompts)
+        return [float(len(text) % 2) for text in completions]
+
+    def train(steps):
+        return loop.train(
+            small_run.config(tmp_path / "r", **{"train.steps": steps, **columns, **asking}),
+            resume="auto",
+            rewards=[score],
+            dataset=rows,
+        )
+
+    rows = [{"question": row["prompt"], "gold": row["answer"]} for row in ROWS]
+    columns = {"data.path": "task:arithmetic:train", "data.prompt": "question"}
+    columns["data.answer"] = "gold"
+    asking = {"eval.data": "task:arithmetic:test", "eval.prompts": 4, "eval.samples": 1}
+    run = train(1)
+    in_run = {*asked} - {row["prompt"] for row in ROWS}
+    assert len(in_run) == 4
+    assert files.load(run.path / "config.toml").data.path is None
+    asked.clear()
+    jaxgrpo.evaluate(run.path, scorer=score, samples=1)
+    assert {*asked} == in_run
+    assert train(2).summary["step"] == 2
+    rows.reverse()
+    with pytest.raises(InputError, match=r"rows: 8 rows, crc32 .* unless given from Python"):
+        train(3)
+
+
 def test_only_what_a_run_reads_can_be_allowed_to_change(tmp_path):
     with pytest.raises(ConfigError, match=r'"cod" is not "rows" or "template" or "tokenizer"'):
         small_run.config(tmp_path, **{"run.allow_changes": ["code", "cod"]})
