@@ -419,6 +419,5 @@ class Evaluations:
                 "reset: put back what the run began with, or set run.dir to another folder"
             )
         self.opened.display.say(
-            f"evaluation until step {step}: {changed}; the base is evaluated again, and "
-            f"earlier numbers are eval_until_{step}/... in metrics.jsonl"
+            f"evaluation until step {step}: {changed}; the base is evaluated again"
         )

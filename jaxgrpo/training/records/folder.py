@@ -302,20 +302,28 @@ class RunFolder(Closing):
         lines = [line for line in read_metrics(self.path) if line["step"] == step]
         return evaluation_metrics(lines[0]) if lines else {}
 
-    def replace_evaluations(self, until: int, evaluations: Mapping[int, Mapping[str, Any]]) -> None:
+    def replace_evaluations(self, until: int, evaluations: Mapping[int, Mapping[str, Any]]) -> str:
         """Puts evaluations of other questions aside, and writes new ones into the lines of steps.
 
         Those up to step `until` become eval_until_STEP/..., so that what is called eval/... can
-        be compared. It may be called again, by the next start, where one was killed after it.
+        be compared; eval_until_STEP_2/... where other ones have that name. It may be called again,
+        by the next start, where one was killed after it.
 
         Args:
           evaluations: step -> the metrics of its evaluation; step 0 is the base.
+
+        Returns: what the names begin with; "" in processes that do not write.
         """
         if not self._writes:
-            return
-        prefix = f"eval_until_{until}/"
+            return ""
         old = complete_lines(self.path / "metrics.jsonl")
         lines = {entry["step"]: entry for _, entry in old}
+        base, new_base = (evaluation_metrics(side.get(0, {})) for side in (lines, evaluations))
+        prefix, number = f"eval_until_{until}/", 1
+        if base not in ({}, plain(new_base)):  # else a start was killed after it wrote the new one
+            while any(name.startswith(prefix) for line in lines.values() for name in line):
+                number += 1
+                prefix = f"eval_until_{until}_{number}/"
         for step, line in lines.items():
             evaluation = evaluation_metrics(line)
             entry = {name: value for name, value in line.items() if not name.startswith("eval/")}
@@ -325,6 +333,7 @@ class RunFolder(Closing):
                 entry |= {f"{prefix}{name}": value for name, value in evaluation.items()}
             lines[step] = entry
         self._rewrite(old, lines, evaluations)
+        return prefix
 
     def add_evaluation(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes an evaluation into the line of a step that has none."""

@@ -109,7 +109,8 @@ class Logbook(Closing):
 
     def replace_evaluations(self, until: int, lines: Mapping[int, Mapping[str, float]]) -> None:
         """Puts what was evaluated up to a step aside, and writes new evaluations of some steps."""
-        self._folder.replace_evaluations(until, lines)
+        prefix = self._folder.replace_evaluations(until, lines)
+        self._display.say(f"earlier numbers are {prefix}... in metrics.jsonl")
         self._begin_again(lines)
 
     def add_evaluation(self, step: int, values: Mapping[str, float]) -> None:
