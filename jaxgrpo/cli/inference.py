@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -160,7 +161,7 @@ def _measure(
         anchor = anchor._replace(read=functools.cache(anchor.read))
     tokens = train.tokens_per_micro_batch
     run = make_evaluator(keys, policy, questions, anchor, tokens)
-    with telling(console, "evaluation"):
+    with contextlib.closing(policy), telling(console, "evaluation"):
         return questions, run(policy.read_params(), seed_key(train.seed), 0)
 
 

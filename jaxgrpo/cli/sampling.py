@@ -88,7 +88,7 @@ def sample(
     console = Console(highlight=False)
     policy, questions = _unjudged(find_policy(console, config, rows, temperature=temperature))
     ask = make_asker(policy, questions, samples, rounds=ROUNDS, purpose=PURPOSE)
-    with telling(console, "sampling"):
+    with contextlib.closing(policy), telling(console, "sampling"):
         answers = ask(policy.read_params(), seed_key(config.train.seed), 0)
     return [{**row, "rewards": {}} for row in answer_rows(answers, questions, "none")]
 
@@ -322,7 +322,8 @@ def _ask(
     )
     params, count = policy.read_params(), len(questions.rows)
     tokens, seconds = [], []
-    with bar, telling(console, "sampling"), process.stop_signals(after="batch"):
+    stopping = process.stop_signals(after="batch")
+    with contextlib.closing(policy), bar, telling(console, "sampling"), stopping:
         task = bar.add_task(
             "", total=count * samples, completed=finished_prompts * samples, pace=""
         )

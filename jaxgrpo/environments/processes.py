@@ -63,7 +63,7 @@ class Ended(Exception):
 
 
 class Processes:
-    """The processes of a run's tools and environments. They begin when they are first needed.
+    """The processes of a run's tools and environments. They begin with the first call.
 
     Args:
       functions: what they run: tools and factories of environments by what messages call them.
@@ -89,6 +89,8 @@ class Processes:
                 f"rollout.call_workers: {', '.join(functions)} cannot be loaded in a process of "
                 f"{memory:g} GiB (rollout.call_memory): {one_line(error)}"
             ) from error
+        finally:  # what is refused before its first call leaves none behind
+            self.close()
 
     def tool(self, where: str) -> Remote:
         """The tool that messages call so."""

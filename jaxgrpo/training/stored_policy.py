@@ -106,6 +106,11 @@ class StoredPolicy(Policy):
         """What gives the dialogue of a batch of rows; None: samples are not answered."""
         return None if self.world is None else self.world.converse(rows)
 
+    def close(self) -> None:
+        """Ends what answers its samples; the next ones begin it again."""
+        if self.world is not None:
+            self.world.close()
+
     def read_params(self) -> Params:
         """The weights as the sampler reads them."""
         layout = sampling_layout(self.model, self.mesh)

@@ -230,6 +230,17 @@ def test_nothing_is_left_running():
     assert children() <= before
 
 
+def test_what_is_refused_before_its_first_call_leaves_no_process():
+    before = children()
+    pool = Processes(PARTS, 2, 1.0)
+    with pytest.raises(InputError, match=r"cannot be loaded in a process of 0\.01 GiB") as refused:
+        Processes(PARTS, 2, 0.01)
+    assert children() <= before, refused  # which holds what was begun
+    assert answers(pool, Call("add", {"a": 1}))[1] == [""]
+    assert children() - before
+    pool.close()
+
+
 PROGRAM = """
 import os, signal, sys, threading
 import called

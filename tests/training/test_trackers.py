@@ -126,6 +126,19 @@ def test_weights_and_biases_whose_process_is_killed_ends_no_run(tmp_path):
     again.close()
 
 
+@pytest.mark.full
+def test_weights_and_biases_is_closed_where_no_event_file_can_be_opened(tmp_path):
+    options = {"project": "p", "mode": "offline"}
+    tables = minimal_config.tables(tracking={"tensorboard": True, "wandb": options})
+    config = configs.from_dict(tables)
+    with RunFolder(tmp_path / "r") as folder:
+        (tmp_path / "r" / "tensorboard").write_text("")
+        display = Display(9, 0, active=True)
+        with pytest.raises(NotADirectoryError):
+            Logbook(config.run, config.tracking, "", folder, display, 0)
+    assert sys.modules["wandb"].run is None
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
@@ -169,7 +170,7 @@ def _probe(
         tried = [] if reads_any(judge.function, COLUMNS) else [judge]
         previews = try_rewards(tried, first, policy.tokenizer, ends, progress(0))
         show_previews(console, [judge], first, previews)
-    with telling(console, "probe: sampling"):
+    with contextlib.closing(policy), telling(console, "probe: sampling"):
         train = config.train
         answers = draw(
             policy, questions, config.eval.samples, train.seed, train.tokens_per_micro_batch

@@ -188,6 +188,8 @@ class Logbook(Closing):
                 return [*trackers, TensorBoard(path, finished_steps)]
             except Exception as error:
                 if isinstance(error, OSError) and error.filename:  # a file of the run
+                    for tracker in trackers:
+                        tracker.close()
                     raise
                 # As of another protobuf, or of a system without semaphores.
                 reason = f"{type(error).__name__}: {one_line(error)}"
