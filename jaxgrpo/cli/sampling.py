@@ -25,6 +25,7 @@ from jaxgrpo.config.ranges import HEAT
 from jaxgrpo.config.tables import SampleOverrides
 from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.data import storage
+from jaxgrpo.data.chat import CHOICES
 from jaxgrpo.data.prompts import PromptData
 from jaxgrpo.data.sources import FORMS, parse_json
 from jaxgrpo.data.storage import Place, checksum, write_atomically
@@ -37,14 +38,19 @@ from jaxgrpo.evaluation.evaluate import (
 )
 from jaxgrpo.rewards import Reward
 from jaxgrpo.training import inputs
-from jaxgrpo.training.fingerprints import config_facts, describe_rows
+from jaxgrpo.training.fingerprints import (
+    code_checksums,
+    config_facts,
+    describe_rows,
+    file_checksums,
+)
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import telling
 from jaxgrpo.training.records.folder import Closing, plain
 from jaxgrpo.training.records.report.html import check_writable
 from jaxgrpo.training.stored_policy import StoredPolicy, config_for, find_policy, seed_key
 
-ACT = ("model.", "lora.", "data.", "rollout.", "mesh.", "train.seed")
+ACT = ("model.", "lora.", "data.", "rollout.", "tools", "environment", "mesh.", "train.seed")
 """What the names of keys that act on samples begin with."""
 
 PURPOSE = 3  # folded into the key: draws of neither training, evaluation nor probe come again
@@ -413,6 +419,9 @@ def _facts(
     """
     keys = {name: value for name, value in settings.items() if name.startswith(ACT)}
     model = checksum([json.dumps(keys.pop("model.path")).encode()])
+    code = [*keys["tools"], keys["rollout.call_format"], keys.get("model.family", "")]
+    code += [value for name, value in keys.items() if name.startswith("environment")]
+    template = keys["data.chat_template"]
     return {
         "--samples": samples,
         "--temperature": temperature,
@@ -420,6 +429,8 @@ def _facts(
         "the purpose of the draws": PURPOSE,
         "--prompts": describe_rows(questions.rows, questions.encoded),
         **keys,
+        "own code": code_checksums(code),
+        "the template": {} if template in CHOICES else file_checksums([Path(template)]),
     }
 
 

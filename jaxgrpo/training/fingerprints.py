@@ -252,14 +252,13 @@ def evaluation_facts(
         **decisive_keys,
         "eval.kl_to_base": measures_kl,
         "eval.data": describe_rows(held_out.rows[: keys.prompts], held_out.encoded[: keys.prompts]),
-        "eval.scorer": [short_name(scorer_name), *_source_checksums(scorer_name).values()],
+        "eval.scorer": [short_name(scorer_name), *code_checksums([scorer_name]).values()],
     }
 
 
-def _source_checksums(name: str) -> dict[str, str]:
-    """`file_checksums` of own code by its name in a config, and of what it imports."""
-    file = find_source(name)
-    return {} if file is None else file_checksums(with_imports([file]))
+def code_checksums(names: Iterable[str]) -> dict[str, str]:
+    """`file_checksums` of own code by its names in a config, and of what it imports."""
+    return file_checksums(with_imports(filter(None, map(find_source, names))))
 
 
 def _json_checksum(value: Any) -> str:
@@ -335,7 +334,7 @@ def refuse_other_start(
 
     def all_facts() -> dict[str, Any]:
         models = {f"scores: {path}": folders.fingerprint(path) for path in teachers}
-        scorer = {"code of eval.scorer": _source_checksums(scorer_name)}
+        scorer = {"code of eval.scorer": code_checksums([scorer_name])}
         return {**program_facts(), **facts(), **models, **scorer}
 
     refuse_unless_alike(all_facts)

@@ -1,13 +1,16 @@
 """`jaxgrpo sample`: rows batch by batch, files that are continued, what is refused."""
 
 import json
+import re
 import resource
 import signal
 import time
 
 import jax
+import numpy as np
 import pytest
 import small_run
+import tomli_w
 
 from jaxgrpo.cli import main as cli
 from jaxgrpo.cli import sampling
@@ -18,9 +21,12 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import tasks
 from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.evaluation import evaluate
+from jaxgrpo.evaluation.evaluate import Questions
 from jaxgrpo.experiments.probe import command
 from jaxgrpo.models import decoder
 from jaxgrpo.models.hf import folders
+from jaxgrpo.rewards import Reward
+from jaxgrpo.training.fingerprints import config_facts
 from jaxgrpo.training.stored_policy import config_for
 
 PROMPTS = [f"{number}+{number + 1}=" for number in range(10, 20)]
@@ -148,6 +154,46 @@ def test_rows_that_belong_to_something_else_are_refused_until_told_to_overwrite(
     ids = [row["completion_ids"] for row in read(file)]
     assert ids == [json.loads(line)["completion_ids"] for line in greedy.splitlines()]
     assert max(map(len, ids)) <= 6
+
+
+def test_rows_that_other_tools_or_other_code_answered_are_not_continued(base, tmp_path):
+    config, out = tmp_path / "run.toml", tmp_path / "s.jsonl"
+    (tmp_path / "helper.py").write_text("SUM = 3\n")
+    (tmp_path / "own.py").write_text("import helper\n\nclass Env: ...\n\nclass Game: ...\n")
+    (tmp_path / "judge.py").write_text("")
+    (tmp_path / "t.jinja").write_text("{{ messages }}")
+    changes = {"model.path": str(base), "rewards": [{"use": "judge.py:score"}], "tools": ["python"]}
+    changes |= {"data.chat_template": "t.jinja", "environment": "own.py:Env"}
+    tables, _ = configs.read_tables("quickstart")
+    configs.replace(tables, changes, tmp_path)
+    scorer = Reward("scorer", lambda completions, **_: [0.0] * len(completions))
+    questions = Questions([{"prompt": "1+1="}], [np.array([1])], scorer)
+
+    def begin(overwrite=False, **keys):
+        config.write_text(tomli_w.dumps(tables | keys))
+        with SampleFile(str(out)) as file:
+            settings = config_facts(config_for(str(config)))
+            facts = sampling._facts(1, 1.0, settings, questions)
+            return file.resume(facts, ["1+1="], 1, 1, overwrite)
+
+    begin()
+    out.write_text(json.dumps({"row": 0, "sample": 0, "prompt": "1+1="}) + "\n")
+    (tmp_path / "judge.py").write_text("changed = True")
+    assert begin() == 1
+    for keys, reason in (
+        ({"tools": []}, "tools was ['python'] and is [] now"),
+        ({"environment": str(tmp_path / "own.py:Game")}, "environment was "),
+        ({"environment": {"a": str(tmp_path / "own.py:Env")}}, "environment.a was nothing and is "),
+    ):
+        with pytest.raises(InputError, match=re.escape(reason)):
+            begin(**keys)
+    for name, reason in (("helper.py", "own code was {'"), ("t.jinja", "the template was {'")):
+        before = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(f"{before}\n")
+        with pytest.raises(InputError, match=reason):
+            begin()
+        (tmp_path / name).write_text(before)
+    assert begin() == 1
 
 
 def test_what_cannot_be_sampled_is_said_before_anything_is_written(sample, tmp_path):
