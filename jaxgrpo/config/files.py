@@ -278,6 +278,17 @@ def flat(tables: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     return values
 
 
+def named_keys(overrides: Sequence[str]) -> set[str]:
+    """The full names of the keys that options of `--set` name; of a table those that it holds.
+
+    >>> sorted(named_keys(["eval={ data = 'x.jsonl', samples = 8 }", "run . dir=x"]))
+    ['eval.data', 'eval.samples', 'run.dir']
+    """
+    tables: dict[str, Any] = {}
+    list(override(tables, overrides))  # its problems are those of `from_dict`
+    return {*flat(tables)}
+
+
 def entries(value: Any, name: str = "") -> dict[str, str]:
     """Every number and text of tables under its full name, as JSON; of lists of tables too.
 

@@ -85,8 +85,7 @@ def config_for(config: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     run_config = configs.load(config, overrides)
     tables = configs.to_tables(run_config)
-    override_names = {text.partition("=")[0].strip() for text in overrides}
-    if override_names.isdisjoint({"run", "run.dir"}):
+    if "run.dir" not in configs.named_keys(overrides):
         tables["run"]["dir"] = f"{run_config.run.dir.rstrip('/')}-sft"
     for name in UNREAD:
         tables.pop(name, None)

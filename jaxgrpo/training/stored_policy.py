@@ -161,17 +161,17 @@ def config_for(
 
     config = config_with()
     if is_model:
-        named_keys = {*names, *(text.partition("=")[0].strip() for text in overrides)}
+        user_keys = {*names, *configs.named_keys(overrides)}
         positions = find_config(config.model, fetch_weights=False)[1].longest
-        return config_with(**_fitting(config.rollout, positions, named_keys))
+        return config_with(**_fitting(config.rollout, positions, user_keys))
     return config
 
 
-def _fitting(rollout: RolloutKeys, positions: int, named_keys: Collection[str]) -> dict[str, int]:
-    """The limits of prompt and completion that are not in `named_keys`, where those of the config
+def _fitting(rollout: RolloutKeys, positions: int, user_keys: Collection[str]) -> dict[str, int]:
+    """The limits of prompt and completion that are not in `user_keys`, where those of the config
     are more tokens than its model has positions."""
     limits = {key: getattr(rollout, key.partition(".")[2]) for key in LIMITS}
-    free_limits = {key: limit for key, limit in limits.items() if key not in named_keys}
+    free_limits = {key: limit for key, limit in limits.items() if key not in user_keys}
     if not free_limits or sum(limits.values()) <= positions:
         return {}
     room = positions - sum(limits[key] for key in limits.keys() - free_limits.keys())

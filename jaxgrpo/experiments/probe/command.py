@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jaxgrpo.config import own_code
 from jaxgrpo.config.contenders import split_names
-from jaxgrpo.config.files import Config, flat
+from jaxgrpo.config.files import Config, flat, named_keys
 from jaxgrpo.config.keys import DataKeys, EvalKeys
 from jaxgrpo.config.tables import AskOverrides
 from jaxgrpo.config.world import COLUMNS
@@ -205,11 +205,7 @@ def _config(
     """
     changes = {f"eval.{name}": value for name, value in eval_keys.items() if value is not None}
     config = config_for(target, {**tables, **changes}, overrides)
-    user_keys = {
-        *changes,
-        *flat(tables),
-        *(text.partition("=")[0].replace(" ", "") for text in overrides),
-    }
+    user_keys = {*changes, *flat(tables), *named_keys(overrides)}
     eval_keys_of_data = _eval_keys(config.eval, config.data, user_keys, rows is not None)
     config = dataclasses.replace(config, eval=eval_keys_of_data)
     samples = config.eval.samples

@@ -113,12 +113,8 @@ def replay_config(
         "run.dir": f"{base_config.run.dir.rstrip('/')}-replay",
         "run.rollouts_every": 0,  # they are there already
     }
-    set_keys = {text.partition("=")[0].strip() for text in overrides}
-    unset_defaults = {
-        name: value
-        for name, value in defaults.items()
-        if set_keys.isdisjoint({name, name.partition(".")[0]})
-    }
+    set_keys = configs.named_keys(overrides)
+    unset_defaults = {name: value for name, value in defaults.items() if name not in set_keys}
     return configs.make_config(base_config, unset_defaults)
 
 

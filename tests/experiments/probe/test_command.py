@@ -108,6 +108,17 @@ def test_an_environment_that_rewards_alone_is_probed_by_it(tmp_path):
     assert config.eval.data == "task:arithmetic:train"
 
 
+def test_a_table_of_eval_and_names_in_quotes_are_keys_of_a_probe(tmp_path):
+    file = small_run.write(
+        tmp_path / "run.toml", tmp_path / "run", **{"eval.samples": 3, "eval.prompts": 7}
+    )
+    table = 'eval = { data = "task:arithmetic:test", samples = 8, scorer = "math" }'
+    keys = command._config(file, {}, [table]).eval
+    assert (keys.data, keys.samples, keys.scorer) == ("task:arithmetic:test", 8, "math")
+    keys = command._config(file, {}, ['eval . "samples" = 5']).eval
+    assert (keys.samples, keys.prompts) == (5, None)
+
+
 @pytest.mark.full
 def test_on_equal_prompts_the_gap_is_zero_within_its_interval(probes):
     for size in (2, 4, 8, 16):
