@@ -69,7 +69,7 @@ def make_contenders(
     for name in names:
         overrides = _overrides(name, f"{where}: {name}")
         try:
-            changed = configs.from_dict(tables, overrides, source=source)
+            changed = configs.from_dict(tables, overrides, source=source, is_stored=True)
         except ConfigError as error:
             raise InputError(f"{where}: {name}: {'; '.join(error.problems)}") from None
         recipe = methods.make_recipe(changed.named_chain, rewards)

@@ -313,6 +313,8 @@ def make_config(
     tools: Sequence[Any] = (),
     environment: Any = None,
     dataset: Any = None,
+    *,
+    is_stored: bool = False,
 ) -> Config:
     """The config that a call from Python means.
 
@@ -322,6 +324,7 @@ def make_config(
         relative paths in them begin at the working directory.
       rewards, advantage, tools, environment: objects of the call; the config records their names.
       dataset: rows of the call; the config then names no other ones.
+      is_stored: as in `from_dict`.
 
     Raises: ConfigError with all problems; InputError as `refuse_other_objects`.
     """
@@ -347,7 +350,7 @@ def make_config(
         tables["environment"] = _code_name(environment)
     if dataset is not None:
         _forget_source(tables)
-    return from_dict(tables, source=source)
+    return from_dict(tables, source=source, is_stored=is_stored)
 
 
 def _forget_source(tables: dict[str, Any]) -> None:

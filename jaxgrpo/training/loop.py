@@ -130,7 +130,9 @@ def train(
         raise InputError(f'resume = {resume!r}: use "auto", or leave it out for a new run')
     check_on_step(on_step)
     own_code.forget_changed()
-    config = make_config(config, overrides, rewards, advantage, tools, environment_factory, dataset)
+    objects = rewards, advantage, tools, environment_factory, dataset
+    # A replay reads no data: what is absent is refused where it is read.
+    config = make_config(config, overrides, *objects, is_stored=rollouts is not None)
     line = process.start(config.mesh.platform)
     options: dict[str, Any] = {"rewards": rewards, "advantage": advantage, "dataset": dataset}
     options |= {"rollouts": rollouts, "on_step": on_step, "profile": profile}

@@ -112,7 +112,8 @@ def test_a_finished_part_is_named_as_a_function_is():
 def test_names_of_methods_hold_tables_with_commas():
     text = "grpo, recipe={ use = 'passk', k = 2 }+loss.surrogate={ use = 'clip', high = 0.28 }"
     names = split_names(text)
-    contenders = make_contenders(names, "--methods", minimal_config.tables(), None, ())
+    tables = minimal_config.tables(data={"path": "gone.jsonl"})  # a replay's need not be there
+    contenders = make_contenders(names, "--methods", tables, None, ())
     assert [name.partition("=")[0] for name in contenders] == ["grpo", "recipe"]
     chain, objective = contenders[names[1]]
     assert [name for name, _ in chain.steps] == ["sum_rewards", "leave_one_out_pass_at_k"]

@@ -274,8 +274,10 @@ def test_the_command_takes_the_config_of_the_run_and_a_folder_beside_it(
 ):
     moved = tmp_path / "moved"
     shutil.copytree(run.path, moved)
-    text = (moved / "config.toml").read_text()
-    (moved / "config.toml").write_text(text.replace(str(run.path), str(moved)))
+    text = (moved / "config.toml").read_text().replace(str(run.path), str(moved))
+    text = text.replace("task:arithmetic:train", f"{tmp_path}/gone.jsonl")  # it reads no data
+    assert "gone.jsonl" in text
+    (moved / "config.toml").write_text(text)
     paths = [str(moved / "rollouts" / file.name) for file in files]
     assert cli.main(["replay", *paths]) == 0, capsys.readouterr()
     beside = tmp_path / "moved-replay"

@@ -91,7 +91,8 @@ class Replay(NamedTuple):
 def replay_config(
     files: SavedRollouts, config: str | None = None, overrides: Sequence[str] = ()
 ) -> Config:
-    """The config of `jaxgrpo replay`: one step per file, and a run folder of its own.
+    """The config of `jaxgrpo replay`: one step per file, and a run folder of its own. Data that it
+    names need not be there.
 
     Args:
       config: a TOML file or a shipped config's name; None: that of the run that wrote the files.
@@ -99,7 +100,7 @@ def replay_config(
 
     Raises: InputError where `config` is None and the files are not those of one run.
     """
-    paths, is_stored = rollout_paths(files), config is None
+    paths = rollout_paths(files)
     if config is None:
         homes = {path.absolute().parent.parent / "config.toml" for path in paths}
         home = homes.pop()
@@ -107,7 +108,7 @@ def replay_config(
             why = "they are of several runs" if homes else f"there is no {home}"
             raise InputError(f"replay {paths[0]}: which config? {why}: give --config CONFIG")
         config = str(home)
-    base_config = configs.load(config, overrides, is_stored=is_stored)
+    base_config = configs.load(config, overrides, is_stored=True)
     defaults = {
         "train.steps": len(paths),
         "run.dir": f"{base_config.run.dir.rstrip('/')}-replay",
@@ -115,7 +116,7 @@ def replay_config(
     }
     set_keys = configs.named_keys(overrides)
     unset_defaults = {name: value for name, value in defaults.items() if name not in set_keys}
-    return configs.make_config(base_config, unset_defaults)
+    return configs.make_config(base_config, unset_defaults, is_stored=True)
 
 
 def rollout_paths(files: SavedRollouts) -> tuple[Path, ...]:
