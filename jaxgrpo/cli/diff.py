@@ -17,7 +17,7 @@ from jaxgrpo.config.reading import printed_entry
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import storage
 from jaxgrpo.data.storage import Place, write_atomically
-from jaxgrpo.evaluation.intervals import is_end
+from jaxgrpo.evaluation.intervals import without_ends
 from jaxgrpo.experiments.sections import Section
 from jaxgrpo.training import fingerprints
 from jaxgrpo.training.records.console import Document, show_whole, terminal_table
@@ -143,9 +143,9 @@ def _config_section(names: Sequence[str], keys: Mapping[str, Sequence[str]]) -> 
 
 def _last_numbers(records: Mapping[str, Record]) -> dict[str, list[float | None]]:
     """metric -> the last number of each run, and how much the second one's is more."""
-    metrics = {name for record in records.values() for name in record.names() if not is_end(name)}
+    metrics = {name for record in records.values() for name in record.names()}
     numbers = {}
-    for name in sorted(metrics, key=_evaluation_first):
+    for name in sorted(without_ends(metrics), key=_evaluation_first):
         first, second = (record.last(name) for record in records.values())
         change = None if first is None or second is None else second - first
         if (first, second) != (None, None):

@@ -30,7 +30,7 @@ from jaxgrpo.evaluation.evaluate import (
     make_evaluator,
     make_questions,
 )
-from jaxgrpo.evaluation.intervals import is_end, read_interval
+from jaxgrpo.evaluation.intervals import read_interval, without_ends
 from jaxgrpo.evaluation.rescoring import refuse_other_vocabulary
 from jaxgrpo.models.hf import folders
 from jaxgrpo.rewards import RewardFunction
@@ -187,11 +187,10 @@ def metrics_table(metrics: Mapping[str, float], title: str) -> Table:
     """Numbers of an evaluation, with their intervals where they have one; a dash for none, as for
     the AUROC where all samples are right."""
     rows = [["", "value", "95% interval"]]
-    for name, value in metrics.items():
-        if not is_end(name):
-            ends = read_interval(metrics, name)
-            shown = f"{value:.3f}" if math.isfinite(value) else "–"
-            rows.append([name, shown, "{:.3f} to {:.3f}".format(*ends) if ends else ""])
+    for name in without_ends(metrics):
+        ends, value = read_interval(metrics, name), metrics[name]
+        shown = f"{value:.3f}" if math.isfinite(value) else "–"
+        rows.append([name, shown, "{:.3f} to {:.3f}".format(*ends) if ends else ""])
     return terminal_table(rows, title=title, title_justify="center")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,14 @@ def read_interval(metrics: Mapping[str, Any], name: str) -> tuple[Any, Any] | No
     return None if low is None or high is None else (low, high)
 
 
-def is_end(name: str) -> bool:
-    """Whether a metric is an end of another's interval, and not to be shown by itself."""
-    return name.endswith(("/low", "/high"))
+def without_ends(names: Collection[str]) -> list[str]:
+    """The metrics to show by themselves: all but the ends of others' intervals.
+
+    >>> without_ends(["accuracy", "accuracy/low", "accuracy/high", "format/low"])
+    ['accuracy', 'format/low']
+    """
+    ends = {f"{name}/{end}" for name in names for end in ("low", "high")}
+    return [name for name in names if name not in ends]
 
 
 def bootstrap(values: np.ndarray) -> np.ndarray:

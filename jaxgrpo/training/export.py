@@ -19,7 +19,7 @@ from jaxgrpo.core.errors import InputError, refusing
 from jaxgrpo.core.types import Params
 from jaxgrpo.data import storage
 from jaxgrpo.data.storage import Place
-from jaxgrpo.evaluation.intervals import is_end
+from jaxgrpo.evaluation.intervals import without_ends
 from jaxgrpo.models import decoder, lora
 from jaxgrpo.models.api import Model, in_dtype
 from jaxgrpo.models.hf import folders, replacing, texts
@@ -160,7 +160,7 @@ def model_card(config: Config, step: int, evaluation: Mapping[str, float]) -> st
         held_out = Path(str(config.eval.data)).name
         lines += ["", f"Evaluated on `{held_out}`, with 95% intervals over prompts:"]
         lines += ["", "| | |", "|---|---|"]
-        names = sorted((name for name in evaluation if not is_end(name)), key=accuracy_first)
+        names = sorted(without_ends(evaluation), key=accuracy_first)
         lines += [f"| {name} | {with_interval(evaluation, name)} |" for name in names]
     return "\n".join(lines) + "\n"
 

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxgrpo.cli.inference import metrics_table
+from jaxgrpo.config import files
 from jaxgrpo.evaluation.intervals import (
     bootstrap,
     mean_of_shares,
@@ -17,6 +19,7 @@ from jaxgrpo.evaluation.intervals import (
     studentised,
 )
 from jaxgrpo.experiments.probe.measure import gap_influence
+from jaxgrpo.training.export import model_card
 from jaxgrpo.update.diagnostics import jensen_gap
 
 PROMPTS, SAMPLES, SIZE, TIMES = 200, 16, 4, 150
@@ -85,6 +88,16 @@ def test_bounds_are_kept_and_nothing_known_is_told():
     assert np.isnan(studentised(0.3, np.array([1e-8, -1e-8]))).all()
     assert np.isnan(studentised(np.nan, np.arange(5.0))).all()
     assert np.isnan(studentised(0.5, np.array([0.1]))).all()
+
+
+def test_a_format_that_is_called_low_is_shown_and_ends_of_intervals_are_not():
+    ends = {"accuracy": 0.5, "accuracy/low": 0.4, "accuracy/high": 0.6}
+    formats = {"format/low": 0.3, "format/low/accuracy": 0.2, "format/high": 0.7}
+    column, *_ = metrics_table({**ends, **formats}, "title").columns
+    assert [str(cell) for cell in column.cells] == ["accuracy", *formats]
+    card = model_card(files.load("quickstart"), 3, {**ends, **formats})
+    assert all(f"| {name} | " in card for name in ("accuracy", *formats))
+    assert "accuracy/low |" not in card
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxgrpo.core.errors import without_passwords
-from jaxgrpo.evaluation.intervals import is_end
+from jaxgrpo.evaluation.intervals import without_ends
 from jaxgrpo.training.processes import parent, process
 from jaxgrpo.training.records.folder import plain
 from jaxgrpo.training.records.report.record import (
@@ -306,8 +306,7 @@ def show(console: Console, record: Record) -> None:
     if record.evaluations:
         columns = [(f"step {step}", values) for step, values in record.evaluations]
         (_, base), (_, now) = ends = columns[0], columns[-1]
-        shared_names = (name for name in base.keys() & now.keys() if not is_end(name))
-        rows = sorted(shared_names, key=accuracy_first)
+        rows = sorted(without_ends(base.keys() & now.keys()), key=accuracy_first)
         title = "evaluation, with 95% intervals over prompts"
         show_whole(console, comparison(title, ends, rows, intervals=True))
     curves = {metric: values for metric in METRICS if (values := record.series(metric)[1])}

@@ -16,7 +16,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from jaxgrpo.evaluation.intervals import is_end
+from jaxgrpo.evaluation.intervals import without_ends
 from jaxgrpo.training.records.report.record import Record, natural, reward_sum, visible
 
 MAX_POINTS = 300
@@ -239,7 +239,7 @@ def _together(
 
 def _curves(panel: Panel, record: Record) -> dict[str, Curve]:
     """Every curve by its label, in the order of the panel."""
-    measured = [name for name in record.names() if not is_end(name)]
+    measured = without_ends(record.names())
     labels: dict[str, str] = {}
     for pattern, label in panel.curves.items():
         prefix, _, suffix = pattern.partition("*")

@@ -14,7 +14,7 @@ from jaxgrpo.config.own_code import installed
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.data import storage
 from jaxgrpo.data.storage import Place, write_atomically
-from jaxgrpo.evaluation.intervals import is_end
+from jaxgrpo.evaluation.intervals import without_ends
 from jaxgrpo.training.records import console
 from jaxgrpo.training.records.folder import FILES, FOLDERS
 from jaxgrpo.training.records.reading import is_number
@@ -199,8 +199,7 @@ def _evaluation(record: Record) -> str:
         return ""
     (first, base), (last, now) = record.evaluations[0], record.evaluations[-1]
     rows = [["", f"step {first}", f"step {last}", "change"]]
-    names = (name for name in base.keys() | now.keys() if not is_end(name))
-    for name in sorted(names, key=accuracy_first):
+    for name in sorted(without_ends(base.keys() | now.keys()), key=accuracy_first):
         change = number(now[name] - base[name], "+.3f") if name in base.keys() & now else "–"
         rows.append([name, with_interval(base, name), with_interval(now, name), change])
     return section("Evaluation, with 95% intervals over prompts", table(rows))
