@@ -47,6 +47,7 @@ from jaxgrpo.training.stored_policy import (
     config_for,
     eval_source_for,
     find_policy,
+    is_config,
     is_run,
     judge_name,
     load_base,
@@ -231,9 +232,12 @@ def _find_base(
     elif keys.kl_to_base is None:
         return None
     else:
+        reason = "a model folder does not say what it was trained from"
+        if is_config(target):
+            reason = "the policy of a config is its own base, so that the KL is 0"
         raise InputError(
-            f"eval {target}: eval.kl_to_base = true, and a model folder does not say what it was "
-            "trained from; give --base MODEL"
+            f"eval {target}: eval.kl_to_base = true, and {reason}; give --base MODEL, or --set "
+            "eval.kl_to_base=false"
         )
     refuse_other_vocabulary(*(find_config(variant)[1] for variant in (model, base_model)))
     return base_model, adapters

@@ -7,8 +7,10 @@ import pytest
 import small_run
 from safetensors.numpy import load_file
 
-from jaxgrpo.cli import init, make_base
+from jaxgrpo.cli import inference, init, make_base
 from jaxgrpo.cli import main as cli
+from jaxgrpo.config import files as configs
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import decoder
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training import loop
@@ -117,6 +119,20 @@ def test_eval_measures_the_distance_from_a_base(run, tmp_path, capsys):
     code, output = main(capsys, "eval", *alone, "--base", tmp_path / "none")
     assert code == 2
     assert str(tmp_path / "none") in output
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("quickstart", "the policy of a config is its own base, so that the KL is 0"),
+        ("models/none", "a model folder does not say what it was trained from"),
+    ],
+)
+def test_a_kl_to_no_other_model_is_refused_with_the_reason(target, reason):
+    config = configs.load("quickstart", ["eval.kl_to_base=true"])
+    remedy = "give --base MODEL, or --set eval.kl_to_base=false"
+    with pytest.raises(InputError, match=f"eval {target}: .*{reason}; {remedy}"):
+        inference._find_base(target, config.model, config.eval, None)
 
 
 @pytest.mark.slow
