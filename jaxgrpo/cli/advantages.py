@@ -19,6 +19,7 @@ from rich.text import Text
 
 from jaxgrpo.advantages import AdvantageTransform, chain, chains, registry, sum_rewards
 from jaxgrpo.config import own_code
+from jaxgrpo.config.files import wrong_values
 from jaxgrpo.core.errors import InputError, NotGiven, refusing, suggest
 from jaxgrpo.core.metrics import finalise
 from jaxgrpo.core.scores import OF_ANSWERS, SCORES, score_text
@@ -286,9 +287,12 @@ def read_option(text: str) -> tuple[str, Any]:
     if not equals or not name:
         raise InputError(f"--option {text}: expected key=value")
     try:
-        return name, tomllib.loads(f"value = {value_text}")["value"]
+        value = tomllib.loads(f"value = {value_text}")["value"]
     except (ValueError, RecursionError):
-        return name, value_text
+        value = value_text
+    for problem in wrong_values(value, f"--option {name}"):
+        raise InputError(problem)
+    return name, value
 
 
 def first_lines(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
@@ -441,12 +445,11 @@ def groups(flag: str, texts: Sequence[str], default: str | None = None) -> dict[
 
 def read_fields(texts: Sequence[str], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
     """Fields from "name=0,1,1,0", one list per group or one for all, or "name=[[...]]" in JSON."""
-    lists: dict[str, list[Any]] = {}
-    values: dict[str, Any] = {}
+    lists, values = dict[str, list[Any]](), dict[str, Any]()
     for text in texts:
         name, _, value_text = text.partition("=")
         if value_text.lstrip().startswith("["):
-            with refusing(f"--field {text}: not JSON: {{reason}}", json.JSONDecodeError):
+            with refusing(f"--field {text}: not JSON: {{reason}}"):
                 values[name] = json.loads(value_text)
         else:
             ((name, (numbers,)),) = groups("--field", [text]).items()
@@ -460,7 +463,7 @@ def _spread(name: str, rows: list[Any], shape: tuple[int, ...]) -> list[Any]:
     field_shape = FIELDS[name].shape if name in FIELDS else "[P]?" if shape[1] > 1 else "[P, G]"
     if field_shape == "[P]" and len(rows) == 1:
         rows = [[number] for number in rows[0]]
-    rows = rows * shape[0] if len(rows) == 1 else rows
+    rows = rows * shape[0] if len(rows) == 1 and name != "step" else rows
     are_single = field_shape.startswith("[P]") and all(len(row) == 1 for row in rows)
     return [row[0] for row in rows] if are_single else rows
 
@@ -468,7 +471,7 @@ def _spread(name: str, rows: list[Any], shape: tuple[int, ...]) -> list[Any]:
 def _field(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
     """The array of a field, of the dtype and sizes that are known of it."""
     sizes, field = dict(zip("PG", shape, strict=True)), FIELDS.get(name)
-    with refusing(f"--field {name}: its lists differ in length", ValueError):
+    with refusing(f"--field {name}: its lists differ in length, or an entry is no number"):
         array = np.array(value, float)
     if field and field.kind is not float:
         with np.errstate(invalid="ignore"):
@@ -478,13 +481,13 @@ def _field(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
             expected = "true or false" if field.kind is bool else "whole numbers"
             raise InputError(f"--field {name} = {odd_values.flat[0]:g}: expected {expected}")
         array = cast_array
-    if name == "step":
-        return array.reshape(-1)[0]
-    letters = field.shape.strip("[]").split(", ") if field else ["P", "G"][: array.ndim]
+    array = array.squeeze() if name == "step" else array
+    letters = [*filter(None, field.shape[1:-1].split(", "))] if field else ["P", "G"][: array.ndim]
     fits = [sizes.get(*pair) == pair[1] for pair in zip(letters, array.shape, strict=False)]
     if not all(fits) or (field and array.ndim != len(letters)):
         expected = ", ".join(str(sizes.get(letter, letter)) for letter in letters)
-        raise InputError(f"--field {name} has shape {array.shape}, expected [{expected}]")
+        expected = f"[{expected}]" if letters else "one number"
+        raise InputError(f"--field {name} has shape {array.shape}, expected {expected}")
     return array
 
 

@@ -124,9 +124,9 @@ def from_dict(
     tables: dict[str, Any] = absolute(raw, config_folder(source))
     problems = list(override(tables, overrides))
     values: reading.Values = {}
-    wrong_values = list(_wrong_values(tables))
-    problems += [*wrong_values, *reading.read(tables, values)]
-    if not wrong_values:  # which the checks of single parts would refuse again, in other words
+    unusable = list(wrong_values(tables))
+    problems += [*unusable, *reading.read(tables, values)]
+    if not unusable:  # which the checks of single parts would refuse again, in other words
         problems += checks.check(values)
     if is_stored:
         problems = [problem for problem in problems if not isinstance(problem, checks.Absent)]
@@ -138,15 +138,15 @@ def from_dict(
     return Config(**sections, **method, **lists, source=source)
 
 
-def _wrong_values(value: Any, where: str = "") -> Iterator[str]:
+def wrong_values(value: Any, where: str = "") -> Iterator[str]:
     """Texts, at any depth, that no file and no path can hold, and numbers that are not finite: NaN
     is unequal to itself, so that a run with it would differ from its config for ever."""
     if isinstance(value, Mapping):
         for name, entry in value.items():
-            yield from _wrong_values(entry, f"{where}.{name}".lstrip("."))
+            yield from wrong_values(entry, f"{where}.{name}".lstrip("."))
     elif isinstance(value, (list, tuple)):
         for index, entry in enumerate(value):
-            yield from _wrong_values(entry, f"{where}[{index}]")
+            yield from wrong_values(entry, f"{where}[{index}]")
     elif isinstance(value, str) and (problem := no_text(value)):
         yield f"{where} = {show(value)}: {problem}"
     elif isinstance(value, (int, float)) and not abs(value) <= sys.float_info.max:

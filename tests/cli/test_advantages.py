@@ -204,7 +204,30 @@ def test_everything_that_is_needed_is_named_with_how_to_give_it(capsys, user_fil
         (["grpo", "--rewards", "1,0", "--option", "epz=1"], "did you mean 'eps'?"),
         (["grpo", "--rewards", "1,0", "--field", "row"], "--field row: expected name=value"),
         (["grpo", "--rewards", "1,0", "--field", "x=[1"], "not JSON"),
+        (
+            ["grpo", "--rewards", "1,0", "--field", "x=[" + "9" * 5000],
+            "not JSON: Exceeds the limit",
+        ),
         (["grpo", "--rewards", "1,0", "--field", "x=[[1],[1,2]]"], "x: its lists differ in length"),
+        *(
+            (
+                ["grpo", "--rewards", "1,0", "--field", f"x=[[0, {entry}]]"],
+                "or an entry is no number",
+            )
+            for entry in ('"a"', '{"a": 1}', "9" * 400)
+        ),
+        (
+            ["grpo", "--rewards", "1,0", "--field", "step=[]"],
+            "step has shape (0,), expected one number",
+        ),
+        (
+            ["grpo", "--rewards", "1,0", "--field", "step=3,4"],
+            "step has shape (2,), expected one number",
+        ),
+        (
+            ["grpo", "--rewards", "1,0", "--option", "eps=" + "9" * 400],
+            "--option eps = inf: expected a finite number",
+        ),
         (
             ["mask_truncated", "--rewards", "1,0", "--field", "truncated=1,0,0"],
             "--field truncated has shape (1, 3), expected [1, 2]",
@@ -233,6 +256,8 @@ def test_what_belongs_to_a_prompt_may_be_one_list():
     fields = advantages.read_fields(["row=4,7"], (2, 3))
     assert fields["row"].tolist() == [4, 7]
     assert advantages.read_fields(["row=4"], (2, 3))["row"].tolist() == [4, 4]
+    for step in ("step=3", "step=[3]", "step=[[3]]"):
+        assert advantages.read_fields([step], (2, 3))["step"].tolist() == 3
 
 
 def test_a_field_that_nothing_reads_is_refused_one_with_two_equals_signs_too(capsys):

@@ -258,6 +258,7 @@ def test_a_config_names_experts_as_either_transformers_does(target):
         ({"target_modules": ["gate"]}, "has mlp.gate: only linear maps"),
         ({"rank_pattern": {"(": 2}}, "rank_pattern = .*: expected regular expressions"),
         ({"rank_pattern": {"q_proj": 1.5}}, "rank_pattern = .*: expected regular"),
+        ({"alpha_pattern": {"q_proj": 10**400}}, "alpha_pattern = .*: expected regular"),
         ({"rank_pattern": {r"layers\.0\..*q_proj": 7}}, "self_attn.q_proj has several, by layer"),
     ],
 )

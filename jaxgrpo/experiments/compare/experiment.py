@@ -7,8 +7,8 @@ import dataclasses
 import difflib
 import itertools
 import json
-import math
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,7 +86,8 @@ def _tuning(value: Any) -> tuple[int, ...] | None:
 
 
 def _rates(value: Any) -> tuple[float, ...] | None:
-    rates = _list(value, lambda rate: type(rate) in (int, float) and 0 <= rate < math.inf)
+    largest = sys.float_info.max
+    rates = _list(value, lambda rate: type(rate) in (int, float) and 0 <= rate <= largest)
     return tuple(map(float, rates)) if rates and len(rates) == len(value) else None
 
 

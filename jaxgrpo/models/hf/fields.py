@@ -58,7 +58,8 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and 1 <= value < 2**31
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number, as a float holds it."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
@@ -78,8 +79,8 @@ KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "count": (lambda value: value == 0 or _is_size(value), "a whole number, 0 or more"),
     "token": (lambda value: type(value) is int, "a token id, a whole number"),
-    "positive": (lambda value: _is_number(value) and value > 0, "a number above 0"),
-    "number": (_is_number, "a number"),
+    "positive": (lambda value: is_number(value) and value > 0, "a number above 0"),
+    "number": (is_number, "a number"),
     "flag": (lambda value: isinstance(value, bool), "true or false"),
     "text": (lambda value: isinstance(value, str), "a text"),
     "object": (lambda value: isinstance(value, dict), "an object"),

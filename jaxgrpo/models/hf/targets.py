@@ -9,7 +9,6 @@ that end so: in models with experts these are written as parameters too, which i
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from jaxgrpo.data import limits
 from jaxgrpo.models.api import EXPERT_MAPS, LINEAR, ExpertsKind, LayerKind, LoraConfig, ModelConfig
 from jaxgrpo.models.hf import families, wrapped
 from jaxgrpo.models.hf.families import Family
-from jaxgrpo.models.hf.fields import Fields
+from jaxgrpo.models.hf.fields import Fields, is_number
 from jaxgrpo.models.hf.mapping import EXPERT_PARAMETERS, experts_module
 
 ALL_LINEAR = "all-linear"
@@ -195,7 +194,7 @@ def with_ranks(
     patterns = [fields.take(f"{name}_pattern", "object", {}) for name in ("rank", "alpha")]
     is_odd = False
     for field, table in zip(("rank_pattern", "alpha_pattern"), patterns, strict=True):
-        right = all(type(v) in (int, float) and 0 < v < math.inf for v in table.values())
+        right = all(is_number(v) and v > 0 for v in table.values())
         fits = field == "alpha_pattern" or all(type(v) is int for v in table.values())
         if by_expert and table:
             fields.refuse(field, "not built beside adapters of single experts")

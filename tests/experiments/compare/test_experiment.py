@@ -87,6 +87,11 @@ def test_an_arm_may_not_differ_in_what_is_locked(tmp_path, arm, message):
     assert message in problem
 
 
+def test_a_rate_that_no_float_holds_is_refused(tmp_path):
+    (problem,) = problems(tmp_path, learning_rates=[10**400])
+    assert problem.endswith(": expected a list of different rates, 0 or more, as [1e-4, 3e-4]")
+
+
 def test_all_problems_come_at_once_with_the_nearest_name(tmp_path):
     messages = problems(
         tmp_path,
