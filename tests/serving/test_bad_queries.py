@@ -53,6 +53,7 @@ TEXTS = [
     ({"prompt": "a", "stop": "\udc00"}, "half of a surrogate pair: write the character"),
     ({"prompt": "a", "n": 0}, "n = 0: expected a whole number from 1 to 128"),
     ({"prompt": "a", "temperature": 0.7}, "temperature = 0.7: expected 1, with which all samples"),
+    ({"prompt": "a", "temperature": 10**400}, "temperature = 1000"),
     ({"prompt": "a", "temperature": "hot"}, "temperature = 'hot': expected 1"),
     ({"prompt": "a", "top_p": 0.5}, "top_p = 0.5: expected 1"),
     ({"prompt": "a", "top_k": 5}, "top_k = 5: expected 0"),

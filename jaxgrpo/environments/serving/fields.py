@@ -9,6 +9,7 @@ Source: OpenAI's API reference, and the protocol of vLLM 0.32, whose names these
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -268,7 +269,7 @@ def read_prompts(fields: Fields, limits: Limits, encode: Any) -> list[list[int]]
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def _is_same(value: Any, allowed: Any) -> bool:
