@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxgrpo.config import keys
 from jaxgrpo.config.keys import SECTIONS, input_folder
-from jaxgrpo.config.own_code import named_file
+from jaxgrpo.config.own_code import named_file, with_absolute_files
 from jaxgrpo.config.reading import show
 from jaxgrpo.core.errors import ConfigError, suggest
 from jaxgrpo.core.scores import POLICIES
@@ -69,6 +69,8 @@ def absolute(value: Any, folder: Path, where: str = "") -> Any:
     is_file = names_code and named_file(str(value)) is not None
     if isinstance(value, str) and value and (is_input or is_file):
         return str((begin or folder) / os.path.expanduser(value))
+    if isinstance(value, str) and where == "atlas.methods":
+        return with_absolute_files(value, folder)
     if isinstance(value, str) and where == "run.dir":  # relative to the working directory
         return os.path.expanduser(value)
     if isinstance(value, (datetime.date, datetime.time)):

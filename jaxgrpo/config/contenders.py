@@ -14,7 +14,7 @@ from typing import Any
 from jaxgrpo.advantages.registry import recipes
 from jaxgrpo.config import files as configs
 from jaxgrpo.config import methods, own_code
-from jaxgrpo.config.keys import KEYS
+from jaxgrpo.config.keys import KEYS, config_folder
 from jaxgrpo.core.errors import ConfigError, InputError, suggest
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.update.atlas import RUN, Atlases, Contender
@@ -44,7 +44,9 @@ def make_atlases(
     if not names:
         return None
     run_method = Contender(preparer.blueprint.chain, preparer.blueprint.objective)
-    named = make_contenders(names, "atlas.methods", tables, source, rewards)
+    contenders = make_contenders(names, "atlas.methods", tables, source, rewards)
+    # Metrics name them as the file of the config does.
+    named = {key.replace(f"{config_folder(source)}/", ""): c for key, c in contenders.items()}
     return Atlases(preparer, {RUN: run_method, **named}, num_rows, brought)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxgrpo.config.own_code import find_source, short_name, with_imports
+from jaxgrpo.config.own_code import find_source, references, short_name, with_imports
 from jaxgrpo.config.ranges import HEAT, LARGEST_SEED, LONGEST, key
 from jaxgrpo.core.scores import POLICIES, QUANTITIES, STRIDE
 from jaxgrpo.data.sources import FILES, is_name
@@ -454,6 +454,7 @@ class Config:
         names = [reward.use for reward in self.rewards] + [part["use"] for part in parts]
         names += [name for name in (self.model.family, *(s.prompt for s in self.scores)) if name]
         names += [*self.tools, *self.environments.values(), self.rollout.call_format]
+        names += [name for method in self.atlas.methods for name in references(method)]
         return with_imports(file for name in names if (file := find_source(name)))
 
 

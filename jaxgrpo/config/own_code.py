@@ -7,6 +7,8 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import os
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
@@ -36,6 +38,41 @@ def named_file(name: str) -> str | None:
     """The file of "path/file.py:function"; None for the name of a module or of a built-in part."""
     place = name.rpartition(":")[0]
     return place if place.endswith(".py") else None
+
+
+_REFERENCES = re.compile(r"""(?<=["'])[^"']+:\w+(?=["'])|(?:^|(?<=[+=]))[^"'+={]+:\w+""")
+"""Own code in a method of an atlas: in quotes, or alone behind its beginning, a + or a =."""
+
+
+def references(method: str) -> list[str]:
+    """The names of own code in an entry of `atlas.methods`.
+
+    >>> references("mine.py:chain+loss.surrogate={ use = 'lib.own:f', high = 0.28 }")
+    ['mine.py:chain', 'lib.own:f']
+    """
+    return [name.strip() for name in _REFERENCES.findall(method)]
+
+
+def with_absolute_files(method: str, folder: Path) -> str:
+    """An entry of `atlas.methods` whose files of own code are absolute, in a table where their path
+    holds what divides an entry.
+
+    >>> with_absolute_files("mine.py:chain+loss.surrogate=clip", Path("/lib"))
+    '/lib/mine.py:chain+loss.surrogate=clip'
+    >>> with_absolute_files("mine.py:chain+loss.surrogate=clip", Path("/c++"))
+    'recipe={ use = "/c++/mine.py:chain" }+loss.surrogate=clip'
+    """
+
+    def absolute(match: re.Match[str]) -> str:
+        name, before = match.group().strip(), method[: match.start()][-1:]
+        if named_file(name) is None:
+            return match.group()
+        path = str(folder / os.path.expanduser(name))
+        if before in ("'", '"') or not {"+", "="} & {*path}:
+            return path
+        return ("" if before == "=" else "recipe=") + f'{{ use = "{path}" }}'
+
+    return _REFERENCES.sub(absolute, method)
 
 
 def find_source(name: str) -> Path | None:

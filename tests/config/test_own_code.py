@@ -9,7 +9,8 @@ import minimal_config
 import pytest
 
 from jaxgrpo import advantages
-from jaxgrpo.config.files import from_dict, make_config
+from jaxgrpo.config.contenders import make_contenders
+from jaxgrpo.config.files import from_dict, make_config, to_tables
 from jaxgrpo.config.own_code import (
     find_source,
     forget_changed,
@@ -215,6 +216,30 @@ def test_own_code_that_a_config_names_lies_beside_it(tmp_path):
     expected = f"{tmp_path}/mine.py:score"
     uses = [config.rewards[0].use, config.loss.surrogate["use"], config.recipe]
     assert [config.eval.scorer, config.model.family, *uses] == [expected] * 5
+
+
+@pytest.mark.parametrize("folder_name", ["code", "c++", "lr=1"])
+def test_methods_of_an_atlas_name_code_beside_the_config(tmp_path, monkeypatch, folder_name):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folder = tmp_path / folder_name
+    folder.mkdir()
+    (folder / "mine.py").write_text(
+        "from jaxgrpo import advantages, losses\n"
+        "def chain(): return advantages.chain(advantages.sum_rewards(), name='mine')\n"
+        "def low_clip(): return losses.clip(low=0.1)._replace(name='low')\n"
+    )
+    methods = ["sign", "mine.py:chain", "grpo+loss.surrogate=mine.py:low_clip"]
+    methods += ["mine.py:chain+loss.surrogate={ use = 'mine.py:low_clip' }"]
+    tables = minimal_config.tables(atlas={"methods": methods})
+    config = from_dict(tables, source=folder / "run.toml")
+    assert config.own_files == (folder / "mine.py",)
+    stored = from_dict(to_tables(config))  # as in the folder of a run
+    assert stored.atlas == config.atlas
+    contenders = make_contenders(stored.atlas.methods, "atlas.methods", tables, None, ())
+    chains = [contender.chain.name for contender in contenders.values()]
+    surrogates = [contender.objective.surrogate.name for contender in contenders.values()]
+    assert [name == "mine" for name in chains] == [False, True, False, True]
+    assert surrogates == ["clip", "clip", "low", "low"]
 
 
 def test_an_object_of_python_is_asked_for_where_it_may_be_given_again():

@@ -10,6 +10,7 @@ import small_run
 
 from jaxgrpo import advantages as adv
 from jaxgrpo.cli import main
+from jaxgrpo.config import files
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.experiments.probe.command import probe
 from jaxgrpo.training.loop import train
@@ -101,6 +102,17 @@ def test_a_run_logs_its_atlas_shows_it_and_trains_as_without(tmp_path):
     step, atlas_map = latest
     assert (step, atlas_map.names[0]) == (2, "run")
     assert "Updates of methods" in write_report(run.path).read_text()
+
+
+@pytest.mark.slow
+def test_metrics_name_own_code_as_the_config_does(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from jaxgrpo import advantages\ndef chain(): return advantages.sign()\n"
+    )
+    tables = small_run.tables(tmp_path / "run", **{"atlas.methods": ["mine.py:chain"]})
+    run = setup(files.from_dict(tables, source=tmp_path / "run.toml"))
+    assert run.atlases is not None
+    assert run.atlases.names == ("run", "mine.py:chain")
 
 
 @pytest.mark.full
