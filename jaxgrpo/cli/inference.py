@@ -45,7 +45,6 @@ from jaxgrpo.training.records.report.html import check_writable
 from jaxgrpo.training.stored_policy import (
     NO_REWARD,
     config_for,
-    eval_source_for,
     find_policy,
     is_config,
     is_run,
@@ -146,8 +145,7 @@ def _measure(
     _refuse_unjudged(target, config.eval, config.scorer_name, rows)
     measures_kl = base is not None or config.measures_kl_to_base
     base_keys = _find_base(target, config.model, config.eval, base) if measures_kl else None
-    source = eval_source_for(target, config.eval, config.data) if rows is None else rows
-    policy, held_out = find_policy(console, config, source, has_base=base_keys is not None)
+    policy, held_out = find_policy(console, config, rows, base_keys is not None, target=target)
     say_dropped(console, held_out, config.rollout.max_prompt_tokens)
     keys, longest = config.eval, config.rollout.max_completion_tokens
     judge = resolve_judge(keys.scorer, config.rewards, longest, scorer, policy.world)

@@ -181,15 +181,17 @@ def _fitting(rollout: RolloutKeys, positions: int, user_keys: Collection[str]) -
 def find_policy(
     console: Console,
     config: Config,
-    source: Source | Rows | None = None,
+    rows: Rows | None = None,
     has_base: bool = False,
     temperature: float | None = None,
+    target: str | Place | None = None,
 ) -> tuple[StoredPolicy, PromptData]:
-    """The policy of a config, and the prompts of a source or of rows; of eval.data by default.
+    """The policy of a config, and the prompts of rows; of eval.data by default.
 
     Args:
       has_base: whether another model of its size is in memory with it.
       temperature: instead of the config's.
+      target: as in `eval_source_for`.
 
     Raises: InputError where there is no such model, or a prompt cannot be read or does not fit.
     """
@@ -201,7 +203,7 @@ def find_policy(
     pretrained, chat = _find_model(console, start, config.mesh, config.data)
     rollout, answers = config.rollout, (config.tools, config.environments)
     chat, world = begin_conversations(chat, pretrained.folder, rollout, config.data.forks, *answers)
-    source = eval_source(config.eval, config.data) if source is None else source
+    source = eval_source_for(target, config.eval, config.data) if rows is None else rows
     prompts = load_prompts(config.data, rollout.max_prompt_tokens, chat, source)
     describe = functools.partial(fingerprints.describe_rows, prompts.rows, prompts.encoded)
     fingerprints.refuse_unless_alike(lambda: {"prompts": describe()})
@@ -213,11 +215,11 @@ def find_policy(
     return dataclasses.replace(policy, world=world), prompts
 
 
-def eval_source_for(target: str | Place, keys: EvalKeys, data: DataKeys) -> Source:
+def eval_source_for(target: str | Place | None, keys: EvalKeys, data: DataKeys) -> Source:
     """Where the prompts come from that a target is asked: of a run those of its own evaluations,
     also where it was trained on rows from Python or on saved rollouts. Tables are of its config."""
     has_rows = False
-    if is_run(target):
+    if target is not None and is_run(target):
         has_rows = data.path is None and bool(data.prompt)
         has_rows |= (storage.place_as_named(target) / "replay.json").exists()
     return eval_source(keys, data, has_rows)

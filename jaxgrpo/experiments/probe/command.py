@@ -36,7 +36,6 @@ from jaxgrpo.training.stored_policy import (
     NO_REWARD,
     StoredPolicy,
     config_for,
-    eval_source_for,
     find_policy,
     judge_name,
     resolve_judge,
@@ -157,8 +156,7 @@ def _probe(
     """Probes the model of a config with `rows`, or with its eval.data."""
     if not 0.5 <= level < 1:
         raise InputError(f"--level {level}: expected a share from 0.5 to below 1, as 0.99")
-    source = eval_source_for(target, config.eval, config.data) if rows is None else rows
-    policy, held_out = find_policy(console, config, source)
+    policy, held_out = find_policy(console, config, rows, target=target)
     say_dropped(console, held_out, config.rollout.max_prompt_tokens)
     longest, world = config.rollout.max_completion_tokens, policy.world
     judge = resolve_judge(config.eval.scorer, config.rewards, longest, reward, world)
