@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import importlib
 import math
 import os
 import re
@@ -187,10 +189,15 @@ def _gpu_devices(kind: str, sizes: tuple[int, ...], slices: int) -> Any:
 
 
 def _answer_for_gpu() -> None:
-    """Has JAX trace cuDNN's attention as for `_TARGET`: it asks the devices that are here, and on a
-    machine without a GPU refuses. This process runs nothing on one (`quiet`)."""
+    """Has JAX trace cuDNN's attention and Triton's kernels as for `_TARGET`: it asks the devices
+    that are here, and on a machine without a GPU refuses. This process runs nothing on one
+    (`quiet`)."""
     fused_attention_stablehlo.check_cudnn_version = lambda: 90800
     fused_attention_stablehlo.check_compute_capability = lambda least: float(least) <= 9.0
+    with contextlib.suppress(ImportError):  # JAX 0.10 takes a GPU that is not here for Hopper's
+        gpu_info: Any = importlib.import_module("jax._src.pallas.triton.gpu_info")
+        hopper = gpu_info.get_gpu_info_from_version(gpu_info.GpuVersion.H100)
+        gpu_info.registry["cpu"] = lambda: hopper
 
 
 @functools.cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import re
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import tiny
 from jax.sharding import PartitionSpec
+from planned import NEEDS_CUDA
 from safetensors.numpy import load_file, save_file
 
 import jaxgrpo
@@ -211,10 +211,7 @@ def test_no_array_has_all_tokens_at_all_experts():
     assert not re.search(rf"[\[,]{FEED.number},{tokens * FEED.top_k},(32|16)\]", text)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None,
-    reason="no compiler for GPUs here: jaxgrpo[plan] brings jax_cuda12_plugin",
-)
+@NEEDS_CUDA
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
 def test_compiled_for_a_gpu_no_array_has_all_rows_at_all_experts():
     tokens, number, top_k, inputs, size = 256, 16, 2, 32, 64

@@ -7,7 +7,6 @@ for the same arguments, so layout, lengths and windows are checked, and the kern
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from attended import ALONE, SEVERAL, assert_same, rows, with_gradients
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
+from planned import NEEDS_CUDA
 
 from jaxgrpo.models import attention
 from jaxgrpo.models.api import AttentionKind, KeyValue
@@ -124,9 +124,7 @@ def test_lowered_for_a_gpu_it_is_two_kernels_with_the_right_mask(monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs jax-cuda12-plugin"
-)
+@NEEDS_CUDA
 def test_compiled_for_an_h100_it_keeps_no_scores(monkeypatch):
     chips = topologies.get_topology_desc(
         platform="cuda", topology_name="h100", target_config=H100.read_text(), topology="1x1x1"

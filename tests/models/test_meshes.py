@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 from moved import moved_entries
+from planned import NEEDS_CUDA
 
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import sharding
@@ -29,8 +29,6 @@ def chips(name: str, slices: int = 1):
 
 
 def gpus(topology: str):
-    if importlib.util.find_spec("jax_cuda12_plugin") is None:
-        pytest.skip("needs jax-cuda12-plugin")
     return topologies.get_topology_desc(
         platform="cuda", topology_name="h100", target_config=H100.read_text(), topology=topology
     ).devices
@@ -96,6 +94,7 @@ def test_a_copy_in_two_slices_is_refused():
         sharding.sampling_mesh(mesh, 32)
 
 
+@NEEDS_CUDA
 @pytest.mark.parametrize("topology", ["1x4x8", "4x1x8"])
 def test_fsdp_goes_across_hosts_of_gpus_and_tensor_stays_inside(topology):
     devices = gpus(topology)

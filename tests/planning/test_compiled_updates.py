@@ -5,19 +5,16 @@ All 28 layers are compiled: they are a loop, so that fewer would not compile fas
 
 from __future__ import annotations
 
-import importlib.util
 import math
 
 import compiled_programs
 import pytest
+from planned import NEEDS_CUDA
 
 from jaxgrpo.planning import hlo, topologies
 
 RECIPE = "qwen3_0p6b_v5e"
 ONE_DEVICE = ("mesh.fsdp=1", "mesh.tensor=1")
-NEEDS_CUDA = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="no jax_cuda12_plugin here"
-)
 
 
 @pytest.mark.full

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import compiled_programs
 import pytest
+from planned import NEEDS_CUDA
 from quick import LONG
 
 from jaxgrpo.config import files
@@ -16,14 +16,12 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RECIPES = sorted(
     file.stem for file in CONFIGS.glob("*.toml") if files.load(str(file)).plan.topology is not None
 )
-HAS_CUDA = importlib.util.find_spec("jax_cuda12_plugin") is not None
 
 
 def recipe(name: str):
     """A parameter that is left out where there is no compiler for it."""
     on_gpus = str(files.load(name).plan.topology).startswith(topologies.GPUS)
-    missing = pytest.mark.skipif(on_gpus and not HAS_CUDA, reason="no jax_cuda12_plugin here")
-    return pytest.param(name, marks=missing)
+    return pytest.param(name, marks=NEEDS_CUDA if on_gpus else ())
 
 
 def test_there_are_recipes_for_slices_of_several_chips_and_for_gpus():

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import planned
 import pytest
+from planned import NEEDS_CUDA
 
 from jaxgrpo.config.keys import MeshKeys, PlanKeys
 from jaxgrpo.core.chips import CHIPS, GIB
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import sharding
+from jaxgrpo.models.cache import Lines
+from jaxgrpo.models.kernels import pallas_decoding
 from jaxgrpo.planning import command, plan, preview, topologies
 from jaxgrpo.training import memory
 from jaxgrpo.training.method import attention_lines
-
-NEEDS_CUDA = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None,
-    reason="no compiler for GPUs here: jaxgrpo[plan] brings jax_cuda12_plugin",
-)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +186,24 @@ def test_gpus_are_hosts_and_the_gpus_of_each(name, hosts, devices):
     mesh = jax.sharding.Mesh(np.array(topology.devices).reshape(hosts, -1, 1, 1), sharding.AXES)
     assert plan.islands(mesh) == {"data": hosts, "fsdp": 1, "tensor": 1, "context": 1}
     assert memory.device_bytes(mesh) == topology.chip.memory
+
+
+@NEEDS_CUDA
+@pytest.mark.parametrize("name", ["h100:1x1", "h200:1x1"])
+def test_kernels_of_triton_are_lowered_for_a_gpu_that_is_not_here(name):
+    """On a mesh of one device, as a program of it is: JAX 0.11 asks the CPU what GPU it is."""
+    (device,) = topologies.topology(name).devices
+    place = jax.sharding.SingleDeviceSharding(device)
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    lines = Lines(array(2, 2, 64, 128), array(2, 2, 64, 128))
+    arguments = array(2, 2, 4, 2, 128), lines, array(2, dtype=jnp.int32)
+    traced = jax.jit(pallas_decoding.over_prompts).trace(*arguments)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "__gpu$xla.gpu.triton" in text
+    assert "decode_prompts" in text
 
 
 def test_what_computes_attention_on_a_gpu_that_is_not_here_is_known_with_the_reason():

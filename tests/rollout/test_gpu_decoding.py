@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import numpy as np
 import pytest
+from planned import NEEDS_CUDA
 
 from benchmarks.programs import large_copies
 from jaxgrpo.config import files
@@ -16,10 +16,6 @@ from jaxgrpo.planning.traffic import Traffic, read_traffic
 
 # Programs for devices that are not here cannot be read back.
 pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
-NEEDS_CUDA = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None,
-    reason="no compiler for GPUs here: jaxgrpo[plan] brings jax_cuda12_plugin",
-)
 LAYERS = 28
 COMPILED = 3, 4  # of which the others follow: each has the same operations
 QWEN3 = (

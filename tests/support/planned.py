@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
+
+import pytest
 
 from jaxgrpo.config import files
 from jaxgrpo.config.files import Config
 from jaxgrpo.planning import programs, topologies
 from jaxgrpo.planning.programs import Run
 
+NEEDS_CUDA = pytest.mark.skipif(
+    not any(importlib.util.find_spec(f"jax_{name}_plugin") for name in ("cuda12", "cuda13")),
+    reason="no compiler for GPUs here: jaxgrpo[plan] brings jax_cuda12_plugin",
+)
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
