@@ -117,7 +117,8 @@ def train(
         row's column "environment" names one.
       on_step: called after each step with its number and its metrics, as in metrics.jsonl; where
         it raises, the run ends with its error, and a run of one process has saved the step.
-      profile: trace a step that compiles nothing into RUN/profile, for TensorBoard or Perfetto.
+      profile: trace a step that compiles nothing into RUN/profile, for TensorBoard or Perfetto. On
+        an NVIDIA GPU the run has no CUDA graphs then: the profiler would end the process.
       overrides: tables of the config, train={"steps": 20}, whose keys a type checker knows;
         **{"train.steps": 20}, which it does not, means the same.
 
@@ -133,7 +134,7 @@ def train(
     objects = rewards, advantage, tools, environment_factory, dataset
     # A replay reads no data: what is absent is refused where it is read.
     config = make_config(config, overrides, *objects, is_stored=rollouts is not None)
-    line = process.start(config.mesh.platform)
+    line = process.start(config.mesh.platform, profile)
     options: dict[str, Any] = {"rewards": rewards, "advantage": advantage, "dataset": dataset}
     options |= {"rollouts": rollouts, "on_step": on_step, "profile": profile}
     options |= {"tools": tools, "environment": environment_factory}

@@ -19,7 +19,11 @@ from processes import end, starting, together
 import jaxgrpo
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.training.processes import process as runtime
-from jaxgrpo.training.processes.backend import idle_accelerator, start_backend
+from jaxgrpo.training.processes.backend import (
+    flags_without_graphs,
+    idle_accelerator,
+    start_backend,
+)
 
 # Steps until it is told to stop; with several processes each step is one collective.
 LOOP = """
@@ -100,6 +104,57 @@ def test_an_accelerator_that_jax_cannot_use_is_noticed_unless_it_is_hidden(tmp_p
     assert idle_accelerator({"CUDA_VISIBLE_DEVICES": ""}, str(tmp_path)) is None
     (tmp_path / "accel0").touch()
     assert idle_accelerator({"CUDA_VISIBLE_DEVICES": ""}, str(tmp_path)) is not None
+
+
+GRAPHS_OFF = "--xla_gpu_enable_command_buffer="
+
+
+def test_a_profile_turns_cuda_graphs_off_unless_the_user_has_said_what_they_are():
+    assert flags_without_graphs("") == GRAPHS_OFF
+    assert flags_without_graphs("--xla_dump_to=x") == f"--xla_dump_to=x {GRAPHS_OFF}"
+    for flags in (GRAPHS_OFF, f"{GRAPHS_OFF}FUSION --xla_dump_to=x"):
+        assert flags_without_graphs(flags, has_backend=True) == flags
+    with pytest.raises(InputError, match=rf"^profile: .* new process with XLA_FLAGS={GRAPHS_OFF}$"):
+        flags_without_graphs("--xla_dump_to=x", has_backend=True)
+    with pytest.raises(InputError, match=r"^XLA_FLAGS = flags\.txt: .* the flags themselves$"):
+        flags_without_graphs("flags.txt")
+
+
+@pytest.mark.parametrize(
+    ("has_driver", "platform", "profile", "is_off"),
+    [
+        (True, "auto", True, True),
+        (True, "cpu", True, False),
+        (True, "auto", False, False),
+        (False, "auto", True, False),
+    ],
+)
+def test_a_profile_turns_them_off_before_a_gpu_starts_and_changes_nothing_elsewhere(
+    python, environment, tmp_path, has_driver, platform, profile, is_off
+):
+    """Beside a plugin and a driver without any GPU, so that a CPU computes with these flags."""
+    (tmp_path / "jax_cuda12_plugin").mkdir()
+    (tmp_path / "jax_cuda12_plugin" / "__init__.py").touch()
+    library = importlib.util.find_spec("numpy._core._multiarray_umath")
+    assert library is not None
+    assert library.origin is not None
+    driver = tmp_path / "libcuda.so.1"
+    if has_driver:
+        driver.symlink_to(library.origin)
+    else:
+        driver.write_text("no library")
+    code = f"""
+import os
+from jaxgrpo.training.processes import process as runtime
+runtime.start({platform!r}, {profile})
+print(os.environ["XLA_FLAGS"])
+"""
+    variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{environment()['PYTHONPATH']}"}
+    variables |= {"LD_LIBRARY_PATH": str(tmp_path), "JAX_PLATFORMS": "", "CUDA_VISIBLE_DEVICES": ""}
+    command = [python, "-c", code]
+    flags = subprocess.check_output(command, env=environment(**variables), text=True)
+    assert (GRAPHS_OFF in flags.split()) == is_off
+    assert flags.split()[:1] == environment()["XLA_FLAGS"].split()[:1]
 
 
 @pytest.mark.parametrize("devices", [1, 4])

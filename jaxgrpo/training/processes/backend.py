@@ -7,10 +7,15 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 import jax
+from jax._src.xla_bridge import backends_are_initialized
 
 from jaxgrpo.core.errors import InputError, one_line
+from jaxgrpo.training.processes import parent
 
 PLATFORM_NAMES = {"cuda": "gpu", "rocm": "gpu"}
+GRAPHS = "--xla_gpu_enable_command_buffer"
+"""XLA's flag for what it runs as CUDA graphs, an empty value for nothing. While a graph runs, JAX's
+profiler ends the process (benchmarks/results/2026-11-27-h200.md)."""
 
 
 def start_backend() -> str:
@@ -29,6 +34,48 @@ def start_backend() -> str:
         reason = one_line(error) or "there are none"  # JAX's assertion says nothing
         raise InputError(f"{where}: JAX cannot use them ({reason}); {remedy}") from error
     return PLATFORM_NAMES.get(platform, platform)
+
+
+def prepare_profile(environment: MutableMapping[str, str]) -> None:
+    """Turns CUDA graphs off where JAX will start an NVIDIA GPU. Elsewhere it changes nothing.
+
+    Raises: as `flags_without_graphs`.
+    """
+    if not parent.has_cuda():
+        return
+    has_backend = backends_are_initialized()
+    platforms = jax.default_backend() if has_backend else jax.config.values["jax_platforms"]
+    if {"cuda", "gpu"} & {*(platforms or "cuda").split(",")}:
+        flags = environment.get("XLA_FLAGS", "")
+        environment["XLA_FLAGS"] = flags_without_graphs(flags, has_backend)
+
+
+def flags_without_graphs(flags: str, has_backend: bool = False) -> str:
+    """XLA_FLAGS with CUDA graphs turned off, unless they say what to run as graphs.
+
+    Args:
+      flags: the variable so far.
+      has_backend: JAX has started the GPU, and has read them.
+
+    Raises: InputError where that is too late, and for the name of a file.
+
+    >>> flags_without_graphs("--xla_dump_to=/tmp/x")
+    '--xla_dump_to=/tmp/x --xla_gpu_enable_command_buffer='
+    """
+    if GRAPHS in flags:
+        return flags
+    why = "JAX's profiler ends the process while a CUDA graph runs"
+    if has_backend:
+        raise InputError(
+            f"profile: {why}, and JAX has started the GPU with them; start a new process with "
+            f"XLA_FLAGS={GRAPHS}="
+        )
+    if flags and not flags.lstrip().startswith("-"):
+        raise InputError(
+            f"XLA_FLAGS = {flags}: {why}, and a profile cannot turn them off in a file; set the "
+            "variable to the flags themselves"
+        )
+    return f"{flags} {GRAPHS}=".strip()
 
 
 def devices_line() -> str:

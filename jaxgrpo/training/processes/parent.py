@@ -373,12 +373,21 @@ def without_cuda_lines() -> Iterator[None]:
                 say(lines.decode("utf-8", "replace"))
 
 
+def has_cuda() -> bool:
+    """Whether JAX's plugin for CUDA is installed and there is a driver that it can use."""
+    return _has_plugin() and not _only_compiles()
+
+
 def _only_compiles() -> bool:
     """Whether JAX's plugin for CUDA is installed and there is no driver that it could use."""
-    if not any(importlib.util.find_spec(f"jax_{name}_plugin") for name in _CUDA):
+    if not _has_plugin():
         return False
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         return True
     return False
+
+
+def _has_plugin() -> bool:
+    return any(importlib.util.find_spec(f"jax_{name}_plugin") for name in _CUDA)

@@ -29,6 +29,7 @@ from jaxgrpo.training.processes import parent, peers
 from jaxgrpo.training.processes.backend import (
     check_platform,
     devices_line,
+    prepare_profile,
     quiet_libtpu,
     start_backend,
 )
@@ -161,22 +162,25 @@ class _Stop:
     notice: ClassVar[list[bytes]] = []  # what to say of the first one, until it has been said
 
 
-def start(platform: str = "auto") -> str:
+def start(platform: str = "auto", profile: bool = False) -> str:
     """Joins the other processes, takes the devices and returns a line that names them.
 
     To be called before anything is computed; calling it again only checks the platform.
 
     Args:
       platform: "cpu", "gpu", "tpu", or "auto" for the best one there is.
+      profile: steps will be traced, which on a GPU takes a flag of XLA.
 
     Raises: InputError where JAX cannot start, or the devices are not of that platform; with
-    "auto", where there is a GPU or TPU that this JAX cannot use. Nothing falls back to the CPU in
-    silence.
+    "auto", where there is a GPU or TPU that this JAX cannot use; where it is too late for that
+    flag. Nothing falls back to the CPU in silence.
     """
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
     gc.set_threshold(*_COLLECT_AFTER)
     quiet_libtpu(os.environ)
+    if profile:
+        prepare_profile(os.environ)
     _join(os.environ)
     backend = start_backend()
     check_platform(platform, backend)
