@@ -18,6 +18,7 @@ import pytest
 import tiny
 from engines import draw_all, make_engine
 
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import attention, sharding
 from jaxgrpo.models.api import AttentionKind, LayerKind
 from jaxgrpo.models.attention import Decoding, Sharing
@@ -25,7 +26,8 @@ from jaxgrpo.models.cache import FP8, Lines, narrowed
 from jaxgrpo.planning.topologies import stand_ins
 from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.slots import decoding
-from jaxgrpo.rollout.slots.capacity import Sizes, capacity
+from jaxgrpo.rollout.slots.capacity import ADDRESSED, Sizes, capacity, fitting_slots
+from jaxgrpo.rollout.slots.driver import SlotEngine
 from jaxgrpo.rollout.slots.programs import make_programs
 
 BINS, SLOTS, ROWS, SIZE = 2, 6, 2, 16
@@ -231,13 +233,16 @@ def assert_same(actual, expected):
     assert np.abs(expected.behavior_logp).max() > 0.1
 
 
+def gpu_mesh():
+    devices = np.asarray(stand_ins("h100:1x1", 1)).reshape(1, 1, 1, 1)
+    return jax.sharding.Mesh(devices, sharding.AXES)
+
+
 def test_the_bytes_of_their_caches_are_foretold():
     config = dataclasses.replace(KERNEL_SIZED, dtype="bfloat16", num_layers=3)
     model = tiny.model(config)
     settings = SamplingSettings(100, 1.0, (tiny.END,), tiny.PAD, 8)
-    mesh = jax.sharding.Mesh(
-        np.asarray(stand_ins("h100:1x1", 1)).reshape(1, 1, 1, 1), sharding.AXES
-    )
+    mesh = gpu_mesh()
     sizes = Sizes.for_prompts(0, 1, 4, GROUP, 40)
     kernel = attention.choose_decoding(mesh.devices.flat[0], model, "bfloat16")
     parts = decoding.Parts(model, settings, lambda value, axes: value, 1, kernel)
@@ -246,3 +251,24 @@ def test_the_bytes_of_their_caches_are_foretold():
     samples = 4 * GROUP * 100 * (4 + 4)  # tokens and log-probs
     assert capacity(model, settings, mesh, 4, GROUP, 40).state == caches + samples
     assert state.memory[0][1].key.shape == (4 * GROUP, 2, 128, 16)
+
+
+def test_of_keys_in_fp8_a_device_holds_no_more_than_the_kernels_find():
+    """1,024 tokens at 2 heads of 16 are 2**15 numbers: 2**16 slots of them can be addressed."""
+    model, mesh = tiny.model(dataclasses.replace(KERNEL_SIZED, dtype="bfloat16")), gpu_mesh()
+    settings = SamplingSettings(1024, 1.0, (tiny.END,), tiny.PAD, 8)
+    slots = functools.partial(fitting_slots, model, mesh=mesh, prompts=2**14, group=8, width=40)
+    fp8 = settings._replace(kv_cache_dtype="fp8")
+    assert slots(fp8, free=2**60) == ADDRESSED // 2**15 == 2**16
+    assert slots(settings, free=2**60) == slots(fp8._replace(attention="xla"), free=2**60) == 2**17
+
+    def ask(number: int, width: int = 40, **changes: str) -> int:
+        with_slots = fp8._replace(slots=number, **changes)
+        return SlotEngine(model, with_slots, mesh, width=width, free=2**30).slots_for(2**14, 8)
+
+    assert ask(2**16) == 2**16
+    assert ask(2**17, kv_cache_dtype="auto") == ask(2**17, attention="xla") == 2**17
+    with pytest.raises(InputError, match=r"rollout.slots = 65537, .* take fewer slots"):
+        ask(2**16 + 1)
+    with pytest.raises(InputError, match=r"shorter prompts"):
+        ask(2**15, width=2**13)  # 2**15 * 3 / 8 rows of 2**13 columns

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxgrpo.core import records
+from jaxgrpo.core.errors import InputError
 from jaxgrpo.models import delta, sharding
 from jaxgrpo.models.api import AttentionKind, DeltaKind, LayerKind, Model, ModelConfig
 from jaxgrpo.models.attention import choose_decoding
@@ -33,6 +34,9 @@ PARKING = ("cpu",)
 """Where a sample whose turn has ended moves out of its slot for another that waits: there a step
 takes as long as it has slots. Elsewhere a slot that is paused costs little, since a step reads the
 weights and what is live, and the bytes of a place aside are better one more slot."""
+ADDRESSED = 2**31
+"""Numbers of 8 bits of an array that a kernel of Triton finds. Up to 2**32 bytes JAX counts them in
+32 bits with a sign (jax/_src/pallas/triton/lowering.py, `_compute_offsets_from_indices`)."""
 SLOTS_OF_CPU = 64
 """Slots of a CPU device where none are asked for: enough for its products to be limited by
 arithmetic; with more, more of them idle while the last samples of a step end."""
@@ -109,6 +113,7 @@ class Capacity(NamedTuple):
     state: int  # keys and values of slots and prompts, tokens and log-probs of all samples
     recurrent: int  # of it, states of slots: all are read and written at each token
     working: int  # logits, or a copy of one layer's cache while slots become fewer, or of prompts'
+    in_8_bits: int = 0  # numbers of the largest array that a kernel of decoding reads in 8 bits
 
     @property
     def total(self) -> int:
@@ -193,7 +198,19 @@ def capacity(
             sequences * max(states, default=0),
             copied,
         ),
+        in_8_bits=max(largest, shared) // len(Lines._fields) if has_lines and size == 1 else 0,
     )
+
+
+def refuse_unaddressed(slots: int, occupied: Capacity) -> None:
+    """Raises: InputError where kernels of decoding would read 8 bits at wrong places."""
+    if occupied.in_8_bits > ADDRESSED:
+        raise InputError(
+            f'rollout.slots = {slots}, rollout.kv_cache_dtype = "fp8": a device would hold '
+            f"{occupied.in_8_bits:,} numbers of a layer's keys, and the kernels of decoding find "
+            f"{ADDRESSED:,} at the most; take fewer slots, shorter prompts or completions, "
+            'kv_cache_dtype = "bfloat16", or model.attention = "xla"'
+        )
 
 
 def _token_bytes(kinds: Sequence[LayerKind], settings: SamplingSettings) -> int:
@@ -226,7 +243,8 @@ def fitting_slots(
 ) -> int:
     """The most slots, over all bins, whose decoding fits into `free` bytes of each device.
 
-    At least one per bin, whether it fits or not, and at most `SLOTS_OF_CPU` per bin on a CPU.
+    Nor has an array of 8 bits more than `ADDRESSED` numbers. At least one per bin, whether it fits
+    or not, and at most `SLOTS_OF_CPU` per bin on a CPU.
 
     Args:
       prompts, group, width: as in `capacity`.
@@ -246,6 +264,7 @@ def fitting_slots(
         middle = (low + high + 1) // 2
         trial = settings._replace(slots=middle * bins)
         batch = prompts_at_once(trial.slots)
-        fits = capacity(model, trial, mesh, batch, group, width).total <= free
+        occupied = capacity(model, trial, mesh, batch, group, width)
+        fits = occupied.total <= free and occupied.in_8_bits <= ADDRESSED
         low, high = (middle, high) if fits else (low, middle - 1)
     return low * bins

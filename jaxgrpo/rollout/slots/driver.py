@@ -22,7 +22,13 @@ from jaxgrpo.models.api import Model
 from jaxgrpo.models.sequences import check_tokens
 from jaxgrpo.rollout.engine import Request, SamplingSettings, Turn
 from jaxgrpo.rollout.slots import shrinking
-from jaxgrpo.rollout.slots.capacity import Sizes, fitting_slots, parks
+from jaxgrpo.rollout.slots.capacity import (
+    Sizes,
+    capacity,
+    fitting_slots,
+    parks,
+    refuse_unaddressed,
+)
 from jaxgrpo.rollout.slots.programs import Programs, make_programs
 from jaxgrpo.rollout.slots.rows import Rows, prefill_batches
 from jaxgrpo.rollout.slots.shrinking import Shrinking, Size
@@ -101,12 +107,18 @@ class SlotEngine:
 
         Args:
           rounds: as in `fitting_slots`.
+
+        Raises: InputError where a kernel cannot address so many.
         """
-        if self.settings.slots or self.free is None or self.mesh is None:
-            return self.settings.slots
-        return fitting_slots(
-            self.model, self.settings, self.mesh, prompts, group, self.width, self.free, rounds
-        )
+        slots, sizes = self.settings.slots, (prompts, group, self.width)
+        if self.mesh is None:
+            return slots
+        if not slots and self.free is not None:
+            facts = self.model, self.settings, self.mesh, *sizes, self.free, rounds
+            slots = fitting_slots(*facts)
+        settings = self.settings._replace(slots=slots)
+        refuse_unaddressed(slots, capacity(self.model, settings, self.mesh, *sizes))
+        return slots
 
     def load(self, params: Params, version: int) -> None:
         """As `Engine.load`. Raises: ValueError while turns are under way."""
