@@ -153,6 +153,8 @@ def test_tokens_behind_the_last_are_not_read():
         ({"capability": "gfx942"}, "bfloat16", "gfx942: it is for NVIDIA's GPUs"),
         ({"dtype": "float32"}, "float32", "model.dtype = float32: it takes bfloat16"),
         ({}, "float16", "keys and values in float16"),
+        ({"float32_attention": True}, FP8, "model.float32_attention: it takes queries of 16 bits"),
+        ({"float32_attention": True}, "bfloat16", "model.float32_attention"),
         ({"capability": "8.6"}, FP8, "compute capability 8.6: fp8 takes 8.9 and above"),
         ({"head_dim": 96}, "bfloat16", "head_dim = 96: it takes powers of two from 16 to 256"),
         ({"head_dim": 8}, "bfloat16", "head_dim = 8"),

@@ -53,6 +53,8 @@ def refusals(device: Any, model: Model, dtype: str) -> list[str]:
         problems.append(f"compute capability {capability}: it takes {LEAST} and above")
     if config.dtype != "bfloat16":
         problems.append(f"model.dtype = {config.dtype}: it takes bfloat16")
+    if config.float32_attention:
+        problems.append("model.float32_attention: it takes queries of 16 bits")
     if dtype not in (config.dtype, FP8):
         problems.append(f"keys and values in {dtype}: it takes the model's dtype, or fp8")
     if dtype == FP8 and capability < LEAST_FOR_FP8:
