@@ -20,7 +20,7 @@ from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
 from jaxgrpo.models import decoder, lora
 from jaxgrpo.models.api import LINEAR, LoraConfig, Model
-from jaxgrpo.models.hf import adapters, folders
+from jaxgrpo.models.hf import adapters, families, folders
 from jaxgrpo.models.hf.families import FAMILIES
 
 CLOSE = 2e-4  # of logits, which are of order 1
@@ -194,6 +194,53 @@ def test_modules_that_peft_leaves_out_have_no_adapter(excluded, tmp_path):
 def test_an_adapter_that_computes_something_else_is_refused_by_name(changes, message, tmp_path):
     with pytest.raises(InputError, match=message):
         adapters.read_config(written(tmp_path, **changes), tiny.UNIFORM)
+
+
+OF_ATTENTION = r".*self_attn\..*"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_an_expression_over_all_modules_of_attention_is_read_where_peft_takes_it(family, tmp_path):
+    """They have no norms of queries and keys; sinks are no module."""
+    peft = pytest.importorskip("peft")
+    theirs = checkpoints.saved(checkpoints.transformers_config(family), tmp_path / "base")
+    expected = "|".join(LINEAR[:4])
+    config = folders.read_config(tmp_path / "base")
+    assert adapters.targets_from_peft(OF_ATTENTION, config) == expected
+    wrapped = checkpoints.peft_model(theirs, tmp_path / "theirs", target_modules=OF_ATTENTION)
+    stored = {name: tensor.clone() for name, tensor in wrapped.named_parameters()}
+    model, params = jaxgrpo.load_model(tmp_path / "base", adapter=tmp_path / "theirs")
+    assert model.config.lora is not None
+    assert model.config.lora.targets == expected
+    adapters.save(model, lora.split(params)[0], tmp_path / "ours")
+    fields = json.loads((tmp_path / "ours" / adapters.CONFIG).read_text())
+    assert fields["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    again = peft.PeftModel.from_pretrained(wrapped.unload(), str(tmp_path / "ours"))
+    assert {name for name, _ in again.named_parameters()} == stored.keys()
+    assert all(tensor.equal(stored[name]) for name, tensor in again.named_parameters())
+
+
+def test_an_expression_that_takes_a_norm_in_is_refused_as_by_peft(tmp_path):
+    pytest.importorskip("peft")
+    theirs = checkpoints.saved(checkpoints.transformers_config("qwen3"), tmp_path / "base")
+    with pytest.raises(ValueError, match="Qwen3RMSNorm"):
+        checkpoints.peft_model(theirs, tmp_path / "theirs", target_modules=OF_ATTENTION)
+    with pytest.raises(InputError, match=r"has self_attn.q_norm: only linear maps .* these alone"):
+        adapters.targets_from_peft(OF_ATTENTION, folders.read_config(tmp_path / "base"))
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "module"),
+    [
+        ("qwen3_5_text", ".*(q_proj|conv1d)", "linear_attn.conv1d"),
+        ("qwen3", ["q_proj", "lm_head"], "lm_head"),  # it is the embedding
+        ("gpt_oss", ["q_proj", "self_attn"], "self_attn"),
+    ],
+)
+def test_a_module_that_has_no_adapter_is_not_passed_over(family, target, module):
+    config = families.model_config(checkpoints.config_fields(family), "config.json")
+    with pytest.raises(InputError, match=f"has {module}: only linear maps"):
+        adapters.targets_from_peft(target, config)
 
 
 PHI = dataclasses.replace(

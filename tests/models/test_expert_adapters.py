@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import checkpoints
@@ -19,9 +21,10 @@ import jaxgrpo
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Params
 from jaxgrpo.models import decoder, experts, lora, sharding
-from jaxgrpo.models.api import Caller, ExpertsKind, LayerKind, LoraConfig
+from jaxgrpo.models.api import LINEAR, Caller, ExpertsKind, LayerKind, LoraConfig
 from jaxgrpo.models.attention import causal
-from jaxgrpo.models.hf import adapters
+from jaxgrpo.models.hf import adapters, families
+from jaxgrpo.models.hf.families import FAMILIES
 
 NUMBER, K, EMBED, SIZE, RANK = 5, 2, 6, 8, 3
 SHAPES = {
@@ -247,6 +250,20 @@ def test_a_config_names_experts_as_either_transformers_does(target):
     some = {"attention/query", "experts/gate", "experts/down"}
     assert names & some == MOE_TARGETS[target]
     assert ("experts/up" in names) == ("experts/gate" in names)
+
+
+WITH_EXPERTS = [name for name, family in FAMILIES.items() if family.experts]
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_the_advice_for_adapters_without_those_of_experts_adapts_attention(family):
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    advice = re.search(r'without them:\s+`lora.targets = "(.*)"`', text)
+    assert advice is not None
+    config = families.model_config(checkpoints.config_fields(family), "config.json")
+    names = [name for name in LINEAR if any(kind.has(name) for kind in config.kinds)]
+    expected = {name for name in names if name.startswith("attention/")}
+    assert {*adapters.targets_from_peft(advice[1], config).split("|")} == expected
 
 
 @pytest.mark.parametrize(

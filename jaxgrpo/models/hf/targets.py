@@ -13,10 +13,21 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from jaxgrpo.core.errors import InputError, pattern_problem
 from jaxgrpo.data import limits
-from jaxgrpo.models.api import EXPERT_MAPS, LINEAR, ExpertsKind, LayerKind, LoraConfig, ModelConfig
-from jaxgrpo.models.hf import families, wrapped
+from jaxgrpo.models import decoder, lora
+from jaxgrpo.models.api import (
+    EXPERT_MAPS,
+    LINEAR,
+    ExpertsKind,
+    LayerKind,
+    LoraConfig,
+    Model,
+    ModelConfig,
+)
+from jaxgrpo.models.hf import families, mapping, wrapped
 from jaxgrpo.models.hf.families import Family
 from jaxgrpo.models.hf.fields import Fields, is_number
 from jaxgrpo.models.hf.mapping import EXPERT_PARAMETERS, experts_module
@@ -67,7 +78,8 @@ def adapted(
             fields.refuse("target_modules", f"has a part of {hf_module} only: adapt all of it")
         else:
             names += some
-    _refuse_unknown(modules, excluded, family, fields, parameters)
+    unadapted = _unadapted(decoder.build(lora.base_config(base)), family)
+    _refuse_unknown(modules, excluded, family, unadapted, fields, parameters)
     if not names and not fields.problems:
         fields.refuse("target_modules", f"matches none of {', '.join(sorted(hf_modules(family)))}")
     return tuple(names)
@@ -124,29 +136,59 @@ def _spelled(in_wrapper: bool, name: str) -> list[str]:
     return [spelling.name(name) for spelling in spellings]
 
 
+def _unadapted(model: Model, family: Family) -> dict[str, list[str]]:
+    """A module that is none of LINEAR, by its name in a layer -> its tensors in all layers.
+
+    Only modules that the model has are among them: a family's table has more. Of a wrapped model
+    each tensor is there in each way in which its name is written.
+    """
+    paths = jax.tree_util.tree_leaves_with_path(model.shapes)
+    names = [
+        entry.name
+        for (keys, _), leaf_entries in zip(paths, mapping.entries(model, family), strict=True)
+        if not "/".join(str(key.key) for key in keys[:-1]).endswith(LINEAR)
+        for entry in leaf_entries
+    ]
+    if model.config.tie_embeddings:  # it is a module all the same
+        names.append(f"{family.modules['head']}.weight")
+    tensors: dict[str, list[str]] = {}
+    for name in sorted(names):
+        hf_module = re.sub(r"^model\.layers\.\d+\.", "", name).rpartition(".")[0]
+        tensors.setdefault(hf_module, []).extend(_spelled(model.config.text_only, name))
+    return tensors
+
+
 def _refuse_unknown(
     target_modules: str | list[str],
     excluded: str | list[str],
     family: Family,
+    unadapted: Mapping[str, list[str]],
     fields: Fields,
     parameters: Sequence[str],
 ) -> None:
-    """A problem for each target that is a module or parameter of the model but none of LINEAR."""
-    unadapted = sorted({hf for name, hf in family.modules.items() if name not in LINEAR})
-    for hf_module in unadapted:
-        full = f"model.layers.0.{hf_module}"
+    """A problem for each target that is a module or parameter of the model but none of LINEAR.
+
+    Args:
+      unadapted: those modules, and the tensors of each.
+    """
+    for hf_module, tensors in unadapted.items():
         in_modules = target_modules != ALL_LINEAR and any(
             _matches(target_modules, name) and not _matches(excluded, name)
-            for name in (hf_module, full)
+            for name in dict.fromkeys(tensor.rpartition(".")[0] for tensor in tensors)
         )
-        if in_modules or _ends_so([*parameters], f"{full}.weight"):
+        if in_modules or any(_ends_so([*parameters], tensor) for tensor in tensors):
             field = "target_modules" if in_modules else "target_parameters"
-            fields.refuse(field, f"has {hf_module}: only linear maps of layers are adapted")
+            why = "only linear maps of layers are adapted; name these alone"
+            fields.refuse(field, f"has {hf_module}: {why}")
     suffixes = [
         name if maps[0] in EXPERT_MAPS else f"{name}.weight"
         for name, maps in hf_modules(family).items()
     ]
-    suffixes += [f"{hf_module}.weight" for hf_module in unadapted]
+    suffixes += [
+        f"{hf_module}.{leaf}"
+        for hf_module, tensors in unadapted.items()
+        for leaf in dict.fromkeys(tensor.rpartition(".")[2] for tensor in tensors)
+    ]
     for target in parameters:
         ends = (pair for name in suffixes for pair in ((name, target), (target, name)))
         if not any(f".{longer}".endswith(f".{end}") for longer, end in ends):
