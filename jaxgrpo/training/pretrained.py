@@ -146,14 +146,16 @@ def find_config(keys: ModelKeys, fetch_weights: bool = True) -> tuple[Path, Mode
     registered.
 
     Args:
-      fetch_weights: whether to fetch them too, if the model is a name on the hub.
+      fetch_weights: whether to fetch them too, if the model is on the hub or in a bucket. They are
+        in any case where the names of their tensors are needed and no index lists them.
 
     Raises: InputError where there is no such model or family, or `model.config` is another model's.
     """
     _refuse_unwritten(keys.path)
     folder = folders.find_folder(keys.path, keys.revision, fetch_weights)
     family = own_family(keys.family)
-    stored = folders.read_config(folder, family, keys.ignore, keys.text_only)
+    fetch = functools.partial(folders.find_folder, keys.path, keys.revision)
+    stored = folders.read_config(folder, family, keys.ignore, keys.text_only, fetch)
     if keys.config:
         user_config = families.model_config(
             keys.config, "model.config", family, keys.ignore, keys.text_only

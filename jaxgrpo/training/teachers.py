@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,9 @@ def find_teacher(path: str, pretrained: Pretrained, kernel: str, geometry: Geome
         raise InputError(f'{KEY} = "{path}": no folder here, and a plan uses no network: fetch it')
     folder = folders.find_folder(path, None, False, KEY)
     mesh, dtype = pretrained.mesh, pretrained.model.config.dtype
-    config = dataclasses.replace(folders.read_config(folder, text_only=True), dtype=dtype)
+    fetch = functools.partial(folders.find_folder, path, key=KEY)
+    config = folders.read_config(folder, text_only=True, fetch=fetch)
+    config = dataclasses.replace(config, dtype=dtype)
     if pretrained.tokenizer is not None:
         _refuse_other_tokens(path, folder, pretrained)
         tokenizer, size = pretrained.tokenizer, config.vocab_size

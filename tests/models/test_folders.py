@@ -5,22 +5,30 @@ from __future__ import annotations
 import dataclasses
 import json
 import subprocess
+from pathlib import Path
 
+import checkpoints
 import jax
 import jax.numpy as jnp
+import minimal_config
 import numpy as np
 import pytest
 import torch
 import whole_logits
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from processes import free_port
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tiny import leaf_bytes
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from jaxgrpo.data import storage
+from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.models.api import AttentionKind, LayerKind, Rope
 from jaxgrpo.models.decoder import build
+from jaxgrpo.models.hf import wrapped
 from jaxgrpo.models.hf.folders import read_config, read_params, read_tokenizer, save_model
+from jaxgrpo.training import pretrained, teachers
+from jaxgrpo.update import packing
 
 SIZES = {
     "vocab_size": 29,
@@ -233,6 +241,67 @@ assert not params["embed"]["table"].is_fully_addressable
 save_model(model, params, target)
 read_params(target, model)  # the folder stands on every process
 """
+
+
+def fused(folder: Path) -> None:
+    """Writes a model with experts, all of a layer as one tensor."""
+    checkpoints.saved(checkpoints.transformers_config("qwen3_moe"), folder)
+    stored = load_file(folder / "model.safetensors")
+    rest = {name: array for name, array in stored.items() if ".experts." not in name}
+    for layer in (0, 2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            np.stack([stored[f"{prefix}.{e}.{part}_proj.weight"] for e in range(6)])
+            for part in ("gate", "up", "down")
+        )
+        rest[f"{prefix}.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        rest[f"{prefix}.down_proj"] = down
+    save_file(rest, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def with_a_head(folder: Path) -> None:
+    """Writes the text part of a Mistral 3 whose two fields differ: a head in the files counts."""
+    checkpoints.saved(checkpoints.transformers_config("mistral"), folder)
+    spelling = wrapped.SPELLINGS[0]
+    stored = load_file(folder / "model.safetensors")
+    renamed = {spelling.name(name): array for name, array in stored.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    full = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
+    fields = full | {"tie_word_embeddings": True, "text_config": text}
+    (folder / "config.json").write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("write", [fused, with_a_head])
+def test_what_names_of_tensors_say_is_known_before_weights_are_fetched(
+    write, tmp_path, monkeypatch
+):
+    """Of a model in a bucket or on the hub whose one file no index lists."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, url = tmp_path / "base", f"memory://weights/{write.__name__}"
+    write(folder)
+    alphabet = "".join(map(chr, range(65, 65 + checkpoints.VOCAB - 3)))
+    character_tokenizer(alphabet).save_pretrained(folder)
+    for file in folder.iterdir():
+        storage.write(f"{url}/{file.name}", file.read_bytes())
+    lengths = ("rollout.max_prompt_tokens=8", "rollout.max_completion_tokens=8")
+    config = minimal_config.read(f"model.path={url}", "model.text_only=true", *lengths)
+    start = config.model, config.lora, config.rollout, config.train.remat
+    mesh = pretrained.make_mesh(config.mesh)
+    policy = pretrained.find_model(*start, mesh, fetch_weights=False)
+    expected = read_config(folder, text_only=True)
+    is_fused, is_tied = expected.fused_experts, expected.tie_embeddings
+    assert (is_fused, is_tied) == (write is fused, False)
+    facts = policy.model.config
+    assert (facts.fused_experts, facts.tie_embeddings) == (is_fused, is_tied)
+    params = policy.with_weights().read_params(0, policy.model)
+    stored = read_params(folder, build(expected))
+    jax.tree.map(np.testing.assert_array_equal, params, stored)
+    sizes = packing.Geometry(1, 1, 8, 8, bins=1, tokens=16)
+    by_path = teachers.find_teachers([url], policy, "xla", sizes)
+    jax.tree.map(
+        np.testing.assert_array_equal, teachers.read_teachers(by_path, mesh), {url: stored}
+    )
 
 
 @pytest.mark.full

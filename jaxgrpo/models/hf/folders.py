@@ -17,7 +17,7 @@ import subprocess
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ def read_config(
     family: Family | None = None,
     ignored: Collection[str] = (),
     text_only: bool = False,
+    fetch: Callable[[], Path] | None = None,
 ) -> ModelConfig:
     """The ModelConfig of a model folder; its dtype is that of the stored weights.
 
@@ -83,6 +84,8 @@ def read_config(
       family: one's own, which is registered; None: that of model_type.
       ignored: fields of config.json that change nothing, as the user says.
       text_only: read the text part of a model that has others too.
+      fetch: gives the folder with its weights, whose names say what fields leave open, where
+        `path` has neither its weights nor an index; None: that counts as no such tensor.
 
     Raises: InputError naming every field that is missing or asks for what is not built.
     """
@@ -96,14 +99,19 @@ def read_config(
         )
     if family is not None:
         families.register(family)
-    has_head = functools.partial(weights.has_tensor, source.parent, wrapped.HEAD)
-    config_json = wrapped.resolve_tied(weights.read_json(source), has_head)
+
+    def has_tensor(ending: str, carried: tuple[str, ...] = ()) -> bool:
+        folder = source.parent
+        if fetch and not any((folder / file).is_file() for file in (weights.SINGLE, weights.INDEX)):
+            folder = fetch()
+        return weights.has_tensor(folder, ending, carried)
+
+    config_json = wrapped.resolve_tied(weights.read_json(source), lambda: has_tensor(wrapped.HEAD))
     config = families.model_config(config_json, str(source), family, ignored, text_only)
     tensors = families.find_family(config.family, str(source))
-    name = next(iter(tensors.fused_experts), None)
-    carried = tuple(tensors.carried)
-    fused = name is not None and weights.has_tensor(source.parent, name, carried)
-    return dataclasses.replace(config, fused_experts=config.fused_experts or fused)
+    name, carried = next(iter(tensors.fused_experts), None), tuple(tensors.carried)
+    fused = config.fused_experts or (name is not None and has_tensor(name, carried))
+    return dataclasses.replace(config, fused_experts=fused)
 
 
 def read_tokenizer(path: str | os.PathLike[str]) -> Any:
