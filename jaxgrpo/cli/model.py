@@ -44,8 +44,8 @@ from jaxgrpo.training.stored_policy import config_for
 from jaxgrpo.update.forward import trained
 from jaxgrpo.update.optimizer import make_optimizer
 
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-"""A folder with none of these files has no tokenizer."""
+TOKENIZERS = (*texts.VOCABULARIES, texts.TOKENIZER, "vocab.json")
+"""Patterns of files: a folder with none of these has no tokenizer."""
 
 
 def main(
@@ -272,7 +272,7 @@ def _on_devices(
 def _texts(folder: Path, config: ModelConfig) -> dict[str, Any]:
     """The tokenizer, the tokens that end a text, and what can be done with them."""
     tokenizer = None
-    if any((folder / name).is_file() for name in TOKENIZERS):
+    if any(any(folder.glob(pattern)) for pattern in TOKENIZERS):
         tokenizer = folders.read_tokenizer(folder)
     ends = folders.read_end_tokens(folder, tokenizer, config.vocab_size)
     words = ["" if tokenizer is None else tokenizer.decode([token]) for token in ends]

@@ -6,6 +6,7 @@ what it read before, and whether it is evaluated on the same questions.
 
 from __future__ import annotations
 
+import fnmatch
 import importlib.metadata
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -128,7 +129,9 @@ def _model_facts(run_inputs: Inputs, chat_template: str) -> dict[str, dict[str, 
         template.pop(name, None)
     template[f"data.chat_template = {chat_template}"] = _json_checksum(chat.written_template)
     tokenizer: dict[str, Any] = {
-        name: base.pop(name) for name in texts.TOKENIZER_FILES if name in base
+        name: base.pop(name)
+        for pattern in texts.TOKENIZER_FILES
+        for name in fnmatch.filter(base, pattern)
     }
     if (name := "tokenizer_config.json") in tokenizer:  # it may hold the chat template
         fields = weights.read_json(folder / name)

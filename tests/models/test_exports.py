@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import load_file, save_file
 from transformers import AutoTokenizer
 
 import jaxgrpo
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.data import sources
 from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.models import decoder
 from jaxgrpo.models.api import in_dtype
@@ -57,7 +59,7 @@ TEXTS = {
     "generation_config.json": GENERATION,
     "tokenizer_config.json": TOKENIZER,
     **{f"{name}.json": {"<s>": 1} for name in ("special_tokens_map", "added_tokens", "vocab")},
-    **dict.fromkeys(("merges.txt", "tokenizer.model", "spm.model"), "a b\r\n"),
+    **dict.fromkeys(("merges.txt", "tokenizer.model", "tiktoken.model"), "a b\r\n"),
     "chat_template.jinja": "{{ messages }}\r\n",
     "additional_chat_templates/tool_use.jinja": "{{ tools }}",
 }
@@ -103,6 +105,24 @@ def test_every_text_of_the_base_is_kept_byte_for_byte_and_nothing_else(tmp_path)
     assert changed(base, out) == set(LEFT)
     ours = {"README.md", "model.safetensors"}
     assert {f.relative_to(out).as_posix() for f in out.rglob("*") if f.is_file()} == {*TEXTS, *ours}
+    saved(base, out)  # a second time: it holds nothing foreign
+
+
+def test_a_vocabulary_with_a_version_in_its_name_is_read_fetched_counted_and_exported(tmp_path):
+    name = "tokenizer.4.0.0.json"
+    character_tokenizer("0123456789").save_pretrained(tmp_path / "base")
+    base = written(tmp_path / "base", {"config.json": CONFIG})
+    (base / "tokenizer.json").rename(base / name)
+    fields = read(base / "tokenizer_config.json") | {"fast_tokenizer_files": [name]}
+    written(base, {"tokenizer_config.json": fields})
+    names = {file.name for file in base.iterdir()}
+    assert set(filter_repo_objects(names, **sources.model_files(with_weights=False))) == names
+    out = saved(base, tmp_path / "out")
+    assert changed(base, out) == set()
+    expected = folders.read_tokenizer(base).get_vocab()
+    assert len(expected) > 10
+    assert folders.read_tokenizer(out).get_vocab() == expected
+    assert names <= folders.fingerprint(out).keys()
     saved(base, out)  # a second time: it holds nothing foreign
 
 

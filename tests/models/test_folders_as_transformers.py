@@ -150,6 +150,15 @@ def test_a_tokenizer_without_its_vocabulary_is_refused(tmp_path, fields):
     assert folders.read_tokenizer(tmp_path)("abb")["input_ids"] == [2, 1]
 
 
+@pytest.mark.parametrize("name", ["tokenizer.model.v3", "qwen.tiktoken"])
+def test_a_vocabulary_that_transformers_does_not_read_is_none(tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    (tmp_path / name).write_text("YQ== 0")
+    with pytest.raises(InputError, match="LlamaTokenizer has no vocabulary"):
+        folders.read_tokenizer(tmp_path)
+
+
 def test_the_tokenizer_of_mistral_common_is_replaced_by_that_of_the_folder_s_files(
     tmp_path, monkeypatch
 ):

@@ -87,6 +87,7 @@ def begun(tmp_path_factory):
     """A folder with a run of one step and all that it read."""
     folder = tmp_path_factory.mktemp("begun")
     shutil.copytree(small_run.base(), folder / "base")
+    (folder / "base" / "tiktoken.model").write_text("YQ== 0")
     write_rows(folder / "rows.jsonl", ROWS)
     (folder / "mine.py").write_text(CODE)
     (folder / "helper.py").write_text(HELPER)
@@ -139,6 +140,10 @@ def change_tokenizer(folder):
     file.write_text(json.dumps({**json.loads(file.read_text()), "model_max_length": 77}))
 
 
+def change_vocabulary(folder):
+    (folder / "base" / "tiktoken.model").write_text("Yg== 0")
+
+
 def change_base(folder):
     file = folder / "base" / "model.safetensors"
     data = bytearray(file.read_bytes())
@@ -162,6 +167,7 @@ def change_order_and_code(folder):
         (change_code, ["code"], "mine.py"),
         (change_helper, ["code"], "helper.py"),
         (change_tokenizer, ["tokenizer"], "tokenizer_config.json"),
+        (change_vocabulary, ["tokenizer"], "tiktoken.model"),
         (change_base, ["base"], "model.safetensors"),
         (change_order_and_code, ["rows", "code"], "mine.py"),
     ],

@@ -47,15 +47,7 @@ from jaxgrpo.models.hf.weights import IN_A_COPY
 
 CONTENTS = replacing.Contents(
     "a model",
-    re.compile(
-        "|".join(
-            [
-                *map(re.escape, (*texts.TEXTS, weights.INDEX)),
-                weights.WEIGHTS.pattern,
-                rf"{replacing.TEMPLATES}/[^/]+\.jinja",
-            ]
-        )
-    ),
+    re.compile("|".join([texts.NAMES, re.escape(weights.INDEX), weights.WEIGHTS.pattern])),
     "config.json",
     (weights.SINGLE, weights.INDEX),
     "; export --overwrite and save_model(overwrite=True) replace it",
@@ -131,9 +123,10 @@ def read_tokenizer(path: str | os.PathLike[str]) -> Any:
         )
 
     with refusing(problem):  # transformers, tokenizers and json raise many kinds
-        absent.refuse_pointers(folder / name for name in texts.TOKENIZER_FILES)
+        absent.refuse_pointers(texts.text_files(folder))
         try:
-            _try_normalizer(folder / "tokenizer.json")
+            for file in folder.glob("tokenizer*.json"):
+                _try_normalizer(file)
             tokenizer = limits.left_after(SECONDS, functools.partial(_read_tokenizer, folder))
         except (limits.TimedOut, subprocess.TimeoutExpired):
             raise TimeoutError(f"it takes more than {SECONDS:g} s") from None

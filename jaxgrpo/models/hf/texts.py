@@ -9,6 +9,7 @@ So what reads the base, in whichever version, reads the trained model.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,30 +20,26 @@ from jaxgrpo.models.hf.fields import GENERATION_FIELDS
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+VOCABULARIES = ("tokenizer.json", "tokenizer.*.json", "tekken.json", "*.model")
+"""Patterns of files that any tokenizer's vocabulary is read from."""
 TOKENIZER_FILES = (
-    "tokenizer.json",
+    *VOCABULARIES,
     TOKENIZER,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
     "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.model",
-    "sentencepiece.bpe.model",
-    "spm.model",
-    "tekken.json",
 )
 CHAT_TEMPLATES = (TEMPLATE, "chat_template.json")
 PROCESSOR_TEMPLATES = ("processor_config.json", "chat_template.json")
 """Where processors had their chat template in older releases of transformers; the first counts."""
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-TEXTS = (CONFIG, GENERATION, *TOKENIZER_FILES, *CHAT_TEMPLATES, *PROCESSORS)
-"""The files of a model folder beside its weights, that act on a run."""
-
-VOCABULARIES = ("tokenizer.json", "tokenizer.*.json", "tekken.json", "*.model*", "*.tiktoken")
-"""Patterns of files that any tokenizer's vocabulary is read from."""
+NAMED_TEMPLATES = f"{replacing.TEMPLATES}/*.jinja"
+TEXTS = (CONFIG, GENERATION, *TOKENIZER_FILES, *CHAT_TEMPLATES, *PROCESSORS, NAMED_TEMPLATES)
+"""Patterns of the files of a model folder beside its weights, that act on a run."""
+NAMES = "|".join(re.escape(pattern).replace(r"\*", "[^/]*") for pattern in TEXTS)
+"""The regular expression of their names."""
 
 RULES = ("normalizer", "pre_tokenizer", "decoder")
 """The parts of a tokenizer that classes of transformers have their own of."""
@@ -60,9 +57,9 @@ _CHANGED = "_config.json"
 
 
 def text_files(folder: Path) -> list[Path]:
-    """Those of TEXTS that a folder holds, and its named chat templates."""
-    templates = sorted((folder / replacing.TEMPLATES).glob("*.jinja"))
-    return [*(file for name in TEXTS if (file := folder / name).is_file()), *templates]
+    """The files of TEXTS that a folder holds."""
+    files = (file for pattern in TEXTS for file in sorted(folder.glob(pattern)))
+    return [file for file in files if file.is_file()]
 
 
 def refuse_unreadable(folder: Path) -> None:
