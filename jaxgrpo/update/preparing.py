@@ -226,10 +226,11 @@ class Preparer:
 
     def members(
         self, rollouts: Rollouts, score: Score, chooser: str | None
-    ) -> Iterator[tuple[str, np.ndarray]]:
-        """(policy, the groups [P] that it scores) of each policy of a score that has any."""
+    ) -> Iterator[tuple[str | None, np.ndarray]]:
+        """(policy, the groups [P] that it scores) of each policy of a score that has any; without a
+        chooser None, for every policy of scores that may have several, and all groups."""
         if chooser is None:
-            yield score.policy, np.ones(len(rollouts.row), bool)
+            yield None, np.ones(len(rollouts.row), bool)
             return
         choice = sharding.to_host(rollouts.fields[choice_field(chooser)])
         for policy in score.scored_by:

@@ -36,6 +36,7 @@ ADDED = {
     "teacher_collision": Score("[P, G, T]", TEACHER, "collision"),
     "cold_logp": Score("[P, G, T]", "trainer", "logp", temperature=0.5),
     "hinted_logp": Score("[P, G, T]", "trainer", "logp", prompt="hinted"),
+    "taught_logp": Score("[P, G, T]", TEACHER, "logp", prompt="hinted"),
     "ranks": Score("[P, G, T]", "trainer", "effective_rank", stride=2),
 }
 
@@ -133,7 +134,8 @@ def expected(rollouts, hints):
             hidden, logp, _ = plain(WIDE, prompt, completion, 0.5)
             fields["cold_logp"][p, g, count] = logp
             hint = hints[p][hints[p] >= 0]
-            fields["hinted_logp"][p, g, count] = plain(WIDE, hint, completion, 0.8)[1]
+            for name, config in (("hinted_logp", WIDE), ("taught_logp", LARGER)):
+                fields[name][p, g, count] = plain(config, hint, completion, 0.8)[1]
             for number in range(1, len(completion) + 1):
                 if number % 2 == 0 or number == len(completion):
                     fields["ranks"][p, g, number - 1] = rank_by_numpy(hidden[:number])
@@ -168,7 +170,7 @@ def test_scores_are_those_of_one_plain_pass_per_sample(mesh):
 @pytest.mark.full
 def test_what_only_the_loss_reads_is_scored_on_live_samples():
     with jax.enable_x64(True):
-        names = ("teacher_logp", "hinted_logp")
+        names = ("teacher_logp", "hinted_logp", "taught_logp")
         prepare = preparer(late=names)
         rollouts, hints = hinted_rollouts()
         rewards = {"reward": np.where(np.arange(P)[:, None] < 2, 0, rollouts.rewards["reward"])}
