@@ -78,6 +78,9 @@ def make_contenders(
         longest = changed.rollout.max_completion_tokens
         objective = methods.make_objective(changed.loss, longest)
         contenders[name] = Contender(methods.make_chain(changed.loss, recipe), objective)
+        if column := changed.data.completion:
+            key = f"{where}: {name}: {methods.completion_key(column)}"
+            methods.refuse_weights(key, *contenders[name])
     return contenders
 
 

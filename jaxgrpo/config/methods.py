@@ -390,6 +390,35 @@ def refuse_double_weights(chain: AdvantageTransform, surrogate: Surrogate, proxi
         raise InputError(f"{step}: {WEIGHED_TWICE}")
 
 
+def completion_key(column: str) -> str:
+    """How messages name the column of texts that take the place of samples."""
+    return f'data.completion = "{column}"'
+
+
+def refuse_weights(where: str, chain: AdvantageTransform, objective: Objective) -> None:
+    """Raises: InputError where the method reads the log-probs of what drew its samples.
+
+    Args:
+      where: the key that brings texts instead, and its value.
+    """
+    readers = ["a weight of the chain"] if chain.importance else []
+    if objective.proximal == "behavior":
+        readers += objective.proximal_readers()
+    if readers:
+        raise InputError(
+            f"{where}: {readers[0]} reads how likely samples were to the policy that drew them, and"
+            ' that is not known for texts: set loss.proximal = "trainer", or take parts without a '
+            'ratio, as surrogate = { use = "reinforce" } and kl = { use = "k2" }'
+        )
+    for part in (objective.surrogate, *objective.penalties):
+        if "behavior_logp" in part.needs:
+            raise InputError(
+                f"{where}: {part.name} in the loss reads behavior_logp, and it is not known how "
+                "likely texts were to what wrote them: give it an option that reads something "
+                'else, as sampler = "proximal" with loss.proximal = "trainer", or leave it out'
+            )
+
+
 def refuse_all_stale(staleness: int, steps: int) -> None:
     """Raises: InputError if all samples of a run are of its first parameters."""
     if staleness and staleness >= steps - 1:

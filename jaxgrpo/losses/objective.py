@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxgrpo.core.errors import InputError, explaining_own_code
 from jaxgrpo.core.metrics import Mean, Metrics, as_metrics
@@ -98,13 +99,7 @@ class Objective(NamedTuple):
 
         >>> Objective(build_surrogate("clip"), build_reduction("token_mean")).trace()
         """
-        real, kinds = jnp.float32, {"mask": jnp.bool_, "segment": jnp.int32}
-        kinds |= dict.fromkeys(("logp", "proximal_logp", "advantage"), real)
-        shapes: dict[str, Any] = {n: jax.ShapeDtypeStruct((2, 3), kinds[n]) for n in kinds}
-        fields: dict[str, Any] = dict.fromkeys(self.fields_read, shapes["logp"])
-        for name, k in self.counts.items():
-            fields[name] = jax.ShapeDtypeStruct((2, 3, 2, k + 1), real)
-            fields[policy_field(name)] = jax.ShapeDtypeStruct((2, 3, k + 1), real)
+        shapes, fields = self._shapes()
 
         def total(logp: Array, arrays: Any, fields: Any, states: Any) -> Any:
             tokens = Tokens(**{**arrays, "logp": logp}, fields=fields)
@@ -117,6 +112,40 @@ class Objective(NamedTuple):
             refuse_other_state(f"penalty {name}", state, after[name])
         _trace_weights(self.reduction)
         _trace_batch_fields(self, shapes, fields)
+
+    def proximal_readers(self) -> list[str]:
+        """Surrogate and penalties whose loss depends on proximal_logp: metrics do not count.
+
+        >>> parts = build_surrogate("clip"), build_reduction("token_mean")
+        >>> Objective(*parts, (build_penalty({"use": "k2", "beta": 1}),)).proximal_readers()
+        ['surrogate clip']
+        """
+        shapes, fields = self._shapes()
+        fields = {n: fields[n] for n in fields.keys() - {field.name for field in self.batch_fields}}
+        parts = (f"surrogate {self.surrogate.name}", *(f"penalty {p.name}" for p in self.penalties))
+
+        def compute(proximal_logp: Array, arrays: Any, fields: Any, ids: Array, states: Any) -> Any:
+            tokens = Tokens(**{**arrays, "proximal_logp": proximal_logp}, fields=fields)
+            tokens = with_batch_fields(self.batch_fields, tokens, ids)
+            rest = (penalty.compute(tokens, *states[penalty.name]) for penalty in self.penalties)
+            return [loss for loss, _ in (self.surrogate.compute(tokens), *rest)]
+
+        states = {p.name: () if p.init is None else (p.init(),) for p in self.penalties}
+        arrays = shapes["proximal_logp"], shapes, fields, shapes["segment"], states
+        jaxpr = jax.make_jaxpr(compute)(*arrays).jaxpr
+        used = (dce_jaxpr(jaxpr, [name == part for name in parts])[1][0] for part in parts)
+        return [part for part, is_used in zip(parts, used, strict=True) if is_used]
+
+    def _shapes(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The arrays of a few tokens, and the fields that are read of them, as shapes."""
+        real, kinds = jnp.float32, {"mask": jnp.bool_, "segment": jnp.int32}
+        kinds |= dict.fromkeys(("logp", "proximal_logp", "advantage"), real)
+        shapes: dict[str, Any] = {n: jax.ShapeDtypeStruct((2, 3), kinds[n]) for n in kinds}
+        fields: dict[str, Any] = dict.fromkeys(self.fields_read, shapes["logp"])
+        for name, k in self.counts.items():
+            fields[name] = jax.ShapeDtypeStruct((2, 3, 2, k + 1), real)
+            fields[policy_field(name)] = jax.ShapeDtypeStruct((2, 3, k + 1), real)
+        return shapes, fields
 
     def init(self) -> dict[str, Any]:
         """name of a penalty -> what it remembers before the first update."""

@@ -21,6 +21,7 @@ from jaxgrpo.config.contenders import make_atlases
 from jaxgrpo.config.evaluating import READ_BY_RUNS
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import EvalKeys, RewardKeys, RolloutKeys
+from jaxgrpo.config.methods import completion_key, refuse_weights
 from jaxgrpo.config.world import COLUMNS, KEYS, Factories
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner, Params, Rollouts, Stream
@@ -40,11 +41,9 @@ from jaxgrpo.training.collecting.collector import Collected, Collector
 from jaxgrpo.training.collecting.experience import with_experience
 from jaxgrpo.training.collecting.growing import (
     brought_fields,
-    completion_key,
     make_trees,
     make_writer,
     refuse_unread,
-    refuse_weights,
 )
 from jaxgrpo.training.collecting.replay import SavedRollouts
 from jaxgrpo.training.collecting.source import first_stream, make_rollout_source

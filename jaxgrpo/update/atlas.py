@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import Array
 
 from jaxgrpo.advantages import AdvantageTransform, chains
-from jaxgrpo.core.errors import InputError
+from jaxgrpo.core.errors import InputError, NotGiven
 from jaxgrpo.core.scores import ANSWERED, OF_ANSWERS, OF_BATCH, OF_PASS, Score, policy_field
 from jaxgrpo.core.types import Learner, Rollouts, RolloutSpec
 from jaxgrpo.losses import Objective
@@ -108,7 +108,7 @@ class Atlases:
         tokens = sharding.rounded_up(mesh, sizes.widest, "sequence")
         self.sketch: Sketch = make_sketch(blueprint.passes._replace(tokens=tokens))
         self.coefficients: dict[str, Callable[[Rollouts], Array]] = {
-            name: jax.jit(functools.partial(_coefficients, contender, spec))
+            name: jax.jit(functools.partial(_coefficients, contender, spec, blueprint.trains_texts))
             for name, contender in contenders.items()
         }
 
@@ -118,13 +118,22 @@ class Atlases:
         Methods with a memory are taken as in their first step. A pass sketches every sample that
         moves some method, and one more all samples of a method whose coefficients differ within a
         sample.
+
+        Raises: InputError where a method reads how likely texts were to what drew them.
         """
         rollouts = self._scored(learner, rollouts)
         mask = np.asarray(sharding.to_host(rollouts.token_mask))
-        by_token = {
-            name: np.asarray(sharding.to_host(compute(rollouts)), np.float64)
-            for name, compute in self.coefficients.items()
-        }
+        by_token = {}
+        for name, compute in self.coefficients.items():
+            try:
+                by_token[name] = np.asarray(sharding.to_host(compute(rollouts)), np.float64)
+            except NotGiven as error:
+                if error.name != "behavior_logp":
+                    raise
+                raise InputError(
+                    f"{name}: {str(error).partition(',')[0]}, and how likely texts of the data "
+                    "(data.completion) were to what wrote them is not known: leave the method out"
+                ) from None
         by_sample = {name: even_out(values, mask) for name, values in by_token.items()}
         moved = np.zeros(mask.shape[:2])
         for value in by_sample.values():
@@ -194,10 +203,17 @@ def refuse(
         )
 
 
-def _coefficients(contender: Contender, spec: RolloutSpec, rollouts: Rollouts) -> Array:
-    """[P, G, T]: minus the derivative of the loss in each token's log-prob, before an update."""
+def _coefficients(
+    contender: Contender, spec: RolloutSpec, trains_texts: bool, rollouts: Rollouts
+) -> Array:
+    """[P, G, T]: minus the derivative of the loss in each token's log-prob, before an update.
+
+    Raises: NotGiven where the chain reads the log-probs of what drew texts of the data.
+    """
     chain, objective = contender.chain, without_pass(contender.objective)
-    signal, *_ = chain.update(chains.start(rollouts), chain.init(spec), rollouts)
+    unknown: Any = {"behavior_logp": None} if trains_texts else {}
+    drawn = dataclasses.replace(rollouts, **unknown)
+    signal, *_ = chain.update(chains.start(drawn), chain.init(spec), drawn)
     advantage, mask = chains.at_tokens(signal, rollouts.token_mask)
 
     def loss(logp: Array) -> Array:

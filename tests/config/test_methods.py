@@ -296,3 +296,37 @@ def test_no_part_of_a_chain_reads_how_likely_texts_were_to_what_wrote_them(steps
         trace(trains_texts=True)
     chain = advantages.build("grpo")
     methods.trace_chain(rollout, chain, rewards, 4, {}, trains_texts=True)
+
+
+MASK = {"use": "off_policy_mask", "threshold": 1.0, "then": "reinforce", "sampler": "proximal"}
+REVERSE_KL = {"use": "reverse_kl_off_policy", "beta": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("loss", "reader"),
+    [
+        ({"surrogate": {"use": "clip"}}, "surrogate clip"),
+        ({"surrogate": MASK}, "surrogate off_policy_mask"),
+        ({"kl": REVERSE_KL}, "penalty reverse_kl_off_policy"),
+    ],
+)
+def test_no_part_of_a_loss_measures_texts_from_the_policy_that_drew_them(loss, reader):
+    def refuse(**changes):
+        loss_tables = {"surrogate": {"use": "reinforce"}, **loss, **changes}
+        config = files.from_dict(minimal_config.tables(loss=loss_tables))
+        objective = methods.make_objective(config.loss, 8)
+        methods.refuse_weights("data.completion", advantages.build("grpo"), objective)
+
+    refuse(proximal="trainer")
+    refuse(surrogate={"use": "reinforce"}, kl={"use": "k2", "beta": 0.1})
+    with pytest.raises(InputError, match=f"^data.completion: {reader} reads how likely samples"):
+        refuse()
+
+
+def test_no_method_of_an_atlas_measures_texts_from_the_policy_that_drew_them():
+    tables = minimal_config.tables(loss={"surrogate": {"use": "reinforce"}})
+    data = {**tables["data"], "completion": "solution"}
+    for name in ("loss.surrogate=clip", 'loss.kl={ use = "reverse_kl_off_policy", beta = 1.0 }'):
+        make_contenders([name], "--methods", tables, None, ())
+        with pytest.raises(InputError, match=r'data.completion = "solution": .* how likely'):
+            make_contenders([name], "--methods", {**tables, "data": data}, None, ())

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from loss_pairs import SURROGATES
 
 from jaxgrpo.config import own_code
 from jaxgrpo.core.errors import InputError
@@ -372,6 +373,31 @@ def test_a_memory_is_read_and_moved_and_needs_are_names():
         build_surrogate(Surrogate("mine", lambda tokens: (tokens.logp, {}), needs=text))
     part = build_surrogate(Surrogate("mine", lambda tokens: (tokens.logp, {}), needs=names))
     assert part.needs == {"row"}
+
+
+def test_a_part_reads_the_proximal_policy_if_its_loss_does_and_not_its_metrics_alone():
+    def readers(surrogate, *penalties):
+        built = build_surrogate(surrogate), build_reduction("token_mean")
+        return Objective(*built, tuple(map(build_penalty, penalties))).proximal_readers()
+
+    assert readers("reinforce", {"use": "k2", "beta": 0.1}, {"use": "full_kl", "beta": 0.1}) == []
+    mask = {"use": "off_policy_mask", "threshold": 0.1, "then": "reinforce"}
+    assert readers(mask) == []  # of the sampler's log-probs
+    mask |= {"sampler": "proximal"}
+    assert readers(mask) == ["surrogate off_policy_mask"]
+    sides = {"use": "by_sample", "field": "new", "then": "on_policy"}
+    assert readers({**sides, "otherwise": "reinforce"}) == []
+    assert readers({**sides, "otherwise": mask}) == ["surrogate by_sample"]
+    own = Surrogate("own", lambda tokens: (tokens.logp, {}), frozenset({"group_log_ratio"}))
+    assert readers(own) == []
+    reads_group = lambda tokens: (tokens.logp * tokens.fields["group_log_ratio"], {})  # noqa: E731
+    assert readers(own._replace(compute=reads_group)) == ["surrogate own"]
+    penalty = {"use": "reverse_kl_off_policy", "beta": 0.1}
+    mine = Penalty("mine", lambda tokens: (jnp.exp(tokens.logp - tokens.proximal_logp), {}))
+    names = ["penalty reverse_kl_off_policy", "penalty mine"]
+    assert readers("reinforce", penalty, mine) == names
+    for surrogate in SURROGATES.values():
+        assert readers(surrogate) == [f"surrogate {surrogate.name}"] * surrogate.weighs
 
 
 @pytest.mark.parametrize(

@@ -326,7 +326,7 @@ def test_what_cannot_teach_is_refused_before_a_run_begins(tmp_path):
     assert 'set loss.proximal = "trainer"' in message
     mask = {"use": "off_policy_mask", "threshold": 1.0, "then": "reinforce"}
     message = refused({**written, "loss.surrogate": mask, "loss.proximal": "trainer"})
-    assert "loss.surrogate off_policy_mask reads behavior_logp" in message
+    assert "off_policy_mask in the loss reads behavior_logp" in message
     assert "row 0 (line 1) holds '=" in refused({**REINFORCE, **written, "rollout.group_size": 2})
     assert "have no such column" in refused({**REINFORCE, **written, "data.completion": "answers"})
     message = refused({**REINFORCE, **written, "rollout.max_completion_tokens": 2})

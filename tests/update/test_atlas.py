@@ -167,6 +167,17 @@ def test_a_method_may_read_what_samples_bring_whatever_the_run_reads():
     assert Atlases(Preparer(blueprint()), methods, 8, brought).names == ("grpo", "gigpo")
 
 
+@pytest.mark.slow
+def test_a_method_that_reads_how_likely_texts_were_to_what_drew_them_is_refused():
+    run = blueprint()._replace(trains_texts=True)
+    objective = losses.Objective(losses.reinforce(), MEANS["token_mean"])
+    steps = [{"use": "sum_rewards"}, {"use": "unlikeliness"}]
+    methods = {"run": contenders()["passk"], "extra": Contender(advantages.build(steps), objective)}
+    learner, rollouts = learner_and_rollouts(tiny.UNIFORM, run, "sampler")
+    with pytest.raises(InputError, match=r"^extra: unlikeliness reads behavior_logp, and how"):
+        Atlases(Preparer(run), methods, 8).draw(learner, rollouts)
+
+
 def test_a_method_that_remembers_rows_is_drawn_too():
     method = Contender(
         advantages.build("spo"), losses.Objective(losses.reinforce(), MEANS["token_mean"])

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config.keys import EvalKeys, ExperienceKeys, RolloutKeys, TreeKeys
+from jaxgrpo.config.methods import completion_key, refuse_weights
 from jaxgrpo.core import records
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import REPLAYED, Params, Prompts, only_tokens
@@ -168,11 +169,6 @@ def _refuse_earlier_samples(share: float, needs: Collection[str]) -> None:
         )
 
 
-def completion_key(column: str) -> str:
-    """How messages name the column of texts that take the place of samples."""
-    return f'data.completion = "{column}"'
-
-
 def make_writer(
     column: str,
     rows: Rows,
@@ -260,21 +256,3 @@ def _texts(where: str, rows: Rows, place: int, column: str, samples: int) -> lis
             f"rollout.group_size = {samples}"
         )
     return list(texts)
-
-
-def refuse_weights(where: str, chain: AdvantageTransform, objective: Objective) -> None:
-    """Raises: InputError where the method reads the log-probs of what drew its samples."""
-    surrogate = objective.surrogate
-    if chain.importance or (surrogate.weighs and objective.proximal == "behavior"):
-        reader = "a weight of the chain" if chain.importance else f"loss.surrogate {surrogate.name}"
-        raise InputError(
-            f"{where}: {reader} reads how likely samples were to the policy that drew them, and "
-            'that is not known for texts: set loss.proximal = "trainer", or take { use = '
-            '"reinforce" }'
-        )
-    if "behavior_logp" in objective.needs:
-        raise InputError(
-            f"{where}: loss.surrogate {surrogate.name} reads behavior_logp, and it is not known "
-            "how likely texts were to what wrote them: give it an option that reads something "
-            'else, as sampler = "proximal", or leave it out'
-        )
