@@ -213,6 +213,8 @@ def make_evaluator(
     Args:
       base: the policy that kl_to_base is measured from; None: without.
       tokens: of a micro-batch of the second pass, as `train.tokens_per_micro_batch`.
+
+    Raises: InputError as `make_rescorer`.
     """
     rescore = make_rescorer(
         policy.model,
@@ -221,6 +223,7 @@ def make_evaluator(
         quantities={"confidence"} if keys.confidence else set(),
         base=base,
         tokens=tokens,
+        has_forks=policy.engine.settings.own_rows,
     )
     samples = keys.samples
     # The likeliest answer is one sample more, so that one set of programs draws all.

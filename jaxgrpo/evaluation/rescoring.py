@@ -44,6 +44,7 @@ def make_rescorer(
     quantities: Set[str] = frozenset(),
     base: Base | None = None,
     tokens: int | None = None,
+    has_forks: bool = False,
 ) -> Rescore | None:
     """The function that gives what is asked for, in the micro-batches of training's scoring: the
     quantities, and where there is a base
@@ -59,18 +60,17 @@ def make_rescorer(
       base: what kl, clamped and logp_gap are measured from; None: they are left out.
       temperature: of the sampling distribution before top-k and top-p, for both policies.
       tokens: per bin and micro-batch, as in training. None: see `update.packing.default_tokens`.
+      has_forks: whether conversations may be rewritten (`dialogue.FORK`).
 
-    Raises: InputError if the base has another vocabulary.
+    Raises: InputError if the base has another vocabulary, or a model recurs where has_forks.
     """
     if not quantities and base is None:
         return None
-    model = decoder.to_sample(model, mesh)
-    anchor = None if base is None else _build_base(model.config, base.model.config, mesh)
+    model, anchor = _build_models(model, base, mesh, has_forks)
     models = [model] if anchor is None else [model, anchor]
     # Greedy sampling has no distribution: its confidence is that of the model itself.
     settings = Pass(model, mesh, 0, temperature or 1.0)
-    program = functools.partial(_rescore, settings, anchor, quantities)
-    program = jax.jit(program, static_argnums=4)
+    program = jax.jit(functools.partial(_rescore, settings, anchor, quantities), static_argnums=4)
     measure = jax.jit(packing.measure_lengths)
 
     def rescore(params: Params, rollouts: Rollouts) -> dict[str, Array]:
@@ -86,6 +86,22 @@ def make_rescorer(
         return program(params, base_params, rollouts, plan, geometry.tokens)
 
     return rescore
+
+
+def _build_models(
+    model: Model, base: Base | None, mesh: Mesh, has_forks: bool
+) -> tuple[Model, Model | None]:
+    """The policy and the base, if there is one, as they score. Raises: as `make_rescorer`."""
+    model = decoder.to_sample(model, mesh)
+    anchor = None if base is None else _build_base(model.config, base.model.config, mesh)
+    if has_forks and (model.config.recurs or (anchor is not None and anchor.config.recurs)):
+        raise InputError(
+            'data.history = "fork": samples cannot be scored again by a model with layers that '
+            "recur: a rewritten conversation begins inside a row, and states begin with chunks; "
+            "leave out what asks for it (a probe, eval.confidence, a KL to the base), or set it to "
+            '"exact"'
+        )
+    return model, anchor
 
 
 def _build_base(policy: ModelConfig, base: ModelConfig, mesh: Mesh) -> Model:

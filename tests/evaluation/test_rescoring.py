@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,14 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxgrpo.config.keys import EvalKeys
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.evaluation.evaluate import Policy, Questions, make_evaluator
 from jaxgrpo.evaluation.rescoring import Base, make_rescorer
 from jaxgrpo.models import decoder, sharding
+from jaxgrpo.rewards.protocol import Reward
+from jaxgrpo.rollout.engine import SamplingSettings
+from jaxgrpo.rollout.slots.driver import SlotEngine
 
 TEMPERATURE = 0.7
 
@@ -117,6 +123,34 @@ def test_a_base_with_another_vocabulary_is_refused():
     wider = tiny.model(tiny.UNIFORM.__class__(**{**vars(tiny.UNIFORM), "vocab_size": 41}))
     with pytest.raises(InputError, match="the base has 41 tokens and the model 40"):
         make_rescorer(tiny.model(), one_device(), temperature=1.0, base=Base(wider, dict))
+
+
+def test_rewritten_conversations_are_not_scored_again_by_models_that_recur():
+    hybrid, plain, mesh = tiny.model(tiny.HYBRID), tiny.model(), one_device()
+    for model, base in ((hybrid, plain), (plain, hybrid)):
+        parts = functools.partial(make_rescorer, model, mesh, temperature=1.0)
+        parts = functools.partial(parts, base=Base(base, dict))
+        assert parts() is not None
+        with pytest.raises(InputError) as refused:
+            parts(has_forks=True)
+        assert str(refused.value).startswith('data.history = "fork": ')
+        assert str(refused.value).endswith('set it to "exact"')
+    assert make_rescorer(plain, mesh, temperature=1.0, quantities={"logp"}, has_forks=True)
+
+
+def test_an_evaluation_of_rewritten_conversations_by_a_model_that_recurs_has_no_second_pass():
+    settings = SamplingSettings(4, 1.0, (tiny.END,), tiny.PAD, max_turns=2, own_rows=True)
+    model, mesh = tiny.model(tiny.HYBRID), one_device()
+    engine = SlotEngine(model, settings._replace(slots=2), mesh, width=8)
+    policy = Policy(model=model, tokenizer=None, mesh=mesh, engine=engine, group_size=2)
+    questions = Questions([{"prompt": "a"}], [np.ones(1, np.int32)], Reward("right", zeros))
+    make_evaluator(EvalKeys(samples=1), policy, questions)
+    with pytest.raises(InputError, match=r'data.history = "fork": samples cannot be scored again'):
+        make_evaluator(EvalKeys(samples=1, confidence=True), policy, questions)
+
+
+def zeros(completions, **columns):
+    return [0.0] * len(completions)
 
 
 def test_exact_and_estimated_kl_agree_in_expectation(case):

@@ -254,6 +254,7 @@ def draw(
         temperature=policy.engine.settings.temperature,
         quantities={"logp"},
         tokens=tokens,
+        has_forks=policy.engine.settings.own_rows,
     )
     ask = make_asker(policy, questions, samples, rescore, purpose=PURPOSE)
     return ask(policy.read_params(), seed_key(seed), 0)
