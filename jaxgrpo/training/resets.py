@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ import optax
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config.keys import ReferenceKeys
 from jaxgrpo.core.errors import InputError, suggest
+from jaxgrpo.core.scores import Score
 from jaxgrpo.core.types import Learner, Params
 from jaxgrpo.losses import Objective
 from jaxgrpo.update.forward import Blueprint, opt_layout, trained_layout
@@ -78,7 +79,8 @@ def make_resetter(keys: ReferenceKeys, evaluated_every: int, blueprint: Blueprin
     Args:
       evaluated_every: `eval.every`.
 
-    Raises: InputError where resets are asked for and nothing in the run reads a reference.
+    Raises: InputError where resets are asked for and nothing in the run reads a reference, or those
+      by a KL and nothing measures it.
     """
     if not may_reset(keys):
         return lambda learner, resets, number, values: (learner, resets)
@@ -87,7 +89,13 @@ def make_resetter(keys: ReferenceKeys, evaluated_every: int, blueprint: Blueprin
             "reference: nothing in the run reads the reference's log-probs, so that a reset would "
             "do nothing; add a KL to it, or leave reference.reset_... out"
         )
-    names = kl_metrics(blueprint.chain, blueprint.objective)
+    names = kl_metrics(blueprint.chain, blueprint.objective, blueprint.scores)
+    if keys.reset_kl_above and not names:
+        raise InputError(
+            f"reference.reset_kl_above = {keys.reset_kl_above:g}: what reads the reference in this "
+            "run measures no KL to it at the tokens of samples; add one, as loss.kl = { use = "
+            '"k2", beta = 0.001 }, or take reference.reset_every or reset_patience'
+        )
     model, mesh, optimizer = blueprint.model, blueprint.mesh, blueprint.optimizer
     layout = (trained_layout(model, mesh), opt_layout(model, mesh, optimizer))
     # What is replaced is written over: a device need not hold it twice.
@@ -126,13 +134,19 @@ def see(keys: ReferenceKeys, resets: Resets, values: Mapping[str, float]) -> Res
     return resets._replace(stale=resets.stale + 1)
 
 
-def kl_metrics(chain: AdvantageTransform, objective: Objective) -> tuple[str, ...]:
+def kl_metrics(
+    chain: AdvantageTransform, objective: Objective, scores: Mapping[str, Score]
+) -> tuple[str, ...]:
     """Where a step's KL to the reference may be found: in the loss, then in steps of the chain.
 
-    A step that reads base_logp and no reference_logp measures from the base, which is never reset.
+    A step that reads base_logp and no score by the reference measures from the base, which is never
+    reset.
+
+    Args:
+      scores: that passes of models give (`Blueprint.scores`).
     """
-    loss_metrics = ("kl",) if _reads_reference(objective) else ()
-    return (*loss_metrics, *_kl_of_steps(chain))
+    reads = bool(objective.anchors) or _reads_reference(objective.needs, scores)
+    return (*(("kl",) if reads else ()), *_kl_of_steps(chain, scores))
 
 
 def is_due(
@@ -173,15 +187,15 @@ def is_better(value: float, best: float | None) -> bool:
     return best is None or not math.isfinite(best) or value > best
 
 
-def _reads_reference(objective: Objective) -> bool:
-    return "reference_logp" in objective.needs or bool(objective.anchors)
+def _reads_reference(needs: Set[str], scores: Mapping[str, Score]) -> bool:
+    return any("reference" in scores[name].scored_by for name in needs & scores.keys())
 
 
-def _kl_of_steps(chain: AdvantageTransform) -> tuple[str, ...]:
+def _kl_of_steps(chain: AdvantageTransform, scores: Mapping[str, Score]) -> tuple[str, ...]:
     names = []
     for name, step in chain.steps or ((chain.name, chain),):
-        inner = _kl_of_steps(step) if step.steps else ("kl",)
-        if "reference_logp" in step.needs:
+        inner = _kl_of_steps(step, scores) if step.steps else ("kl",)
+        if _reads_reference(step.needs, scores):
             names += [f"{name}/{metric}" for metric in inner]
     return tuple(names)
 
@@ -195,8 +209,8 @@ def _kl(values: Mapping[str, float], names: Sequence[str]) -> float:
         if name in values:
             return values[name]
     raise InputError(
-        f"reference.reset_kl_above: no step reports {' or '.join(names)}; let the code of your own"
-        " return the metric kl, or take reference.reset_every"
+        f"reference.reset_kl_above: no step reports {' or '.join(names)}; let code of your own "
+        "return the metric kl, take a part that measures it, or take reference.reset_every"
     )
 
 

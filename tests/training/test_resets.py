@@ -231,14 +231,31 @@ def test_a_chain_of_ones_own_may_read_the_reference_that_is_reset(tmp_path):
         resetter("base")
 
 
+def brings_a_reset(line, folder, **changes) -> bool:
+    """Whether a step whose metrics are `line` brings a reset where its KL is above 0.2."""
+    run = set_up_run(folder, **{"reference.reset_kl_above": 0.2}, **changes)
+    reset = resetting.make_resetter(run.config.reference, run.config.eval.every, run.blueprint)
+    return reset(run.learner, resetting.Resets(), 1, line)[1].count == 1
+
+
+def test_a_kl_counts_under_whatever_name_the_reference_is_read(tmp_path):
+    score = {"name": "far_logp", "policy": "reference"}
+    chain = [{"use": "sum_rewards"}, {"use": "add_kl_return", "beta": 0.1, "reference": "far"}]
+    changes: dict[str, Any] = {"scores": [score], "advantage": chain}
+    assert brings_a_reset({"kl": 0.1, "add_kl_return/kl": 0.3}, tmp_path, **changes)
+    score = {"name": "far_top", "policy": "reference", "quantity": "likeliest"}
+    kl = {"use": "top_k_divergence", "beta": 0.1, "score": "far_top", "k": 2}
+    assert brings_a_reset({"kl": 0.3}, tmp_path, scores=[score], **{"loss.kl": kl})
+    answers = {"recipe": {"use": "dro_r3", "scorer": "reference"}}
+    with pytest.raises(InputError, match=r"reset_kl_above = 0\.2: what reads the ref"):
+        brings_a_reset({}, tmp_path, **answers)
+
+
 @pytest.mark.full
 def test_only_a_kl_measured_from_the_reference_brings_a_reset(tmp_path):
     def decided(line, *chain, **changes) -> bool:
-        """Whether a step whose metrics are `line` brings a reset."""
         parts = [{"use": "sum_rewards"}, *chain]
-        run = set_up_run(tmp_path, advantage=parts, **{"reference.reset_kl_above": 0.2}, **changes)
-        reset = resetting.make_resetter(run.config.reference, run.config.eval.every, run.blueprint)
-        return reset(run.learner, resetting.Resets(), 1, line)[1].count == 1
+        return brings_a_reset(line, tmp_path, advantage=parts, **changes)
 
     base = {"use": "add_kl_return", "beta": 0.1, "reference": "base"}
     reference = {**base, "reference": "reference"}
