@@ -137,7 +137,7 @@ def test_a_part_with_memory_is_not_refilled_or_says_what_it_remembers_then():
         for key, step in transform.steps:
             if step.name in registry.parts and jax.tree.leaves(state[key]):
                 counts_flat[step.name] = step.counts_flat
-    pages = {name: registry.parts[name].__doc__ for name in counts_flat}
+    pages = {name: str(registry.parts[name].__doc__) for name in counts_flat}
     assert [name for name, page in pages.items() if "`rollout.refill`" not in page] == []
     assert {name for name, counts in counts_flat.items() if counts} == {
         *("mask_difficulty_band", "mask_below_running_deviation", "smooth_standardise"),

@@ -284,7 +284,6 @@ def test_what_masks_flat_groups_compares_samples_and_may_be_refilled(mask):
             ("rollout.refill.factor=2", "rollout.group_size=1", 'recipe="mine:chain"'),
             "with rollout.group_size = 1 every group is flat",
         ),
-        (("rollout.refill.factor=2", "recipe=rlpr"), "rlpr remembers all groups, and rollout.ref"),
         (
             (
                 "rollout.refill.factor=2",

@@ -1,5 +1,7 @@
 """The task of reports: what is written, how it is judged, what a marker says of the letters."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -28,7 +30,8 @@ def test_only_the_digits_of_a_report_behind_the_bar_are_judged():
 
 
 def test_rows_of_other_sources_whose_answer_is_no_report_are_not_scored():
-    assert report.score(["u1|no", "u1|", "", ""], [None, "72", 72.0, ""]) == [None] * 4
+    golds: Any = [None, "72", 72.0, ""]
+    assert report.score(["u1|no", "u1|", "", ""], golds) == [None] * 4
 
 
 def test_the_corpus_is_right_as_often_as_that_of_sums_and_letters_lean_with_the_marker():

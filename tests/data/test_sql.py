@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sqlite3
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,7 +88,7 @@ def test_a_query_is_right_by_its_rows_in_any_form_and_order():
 
 def test_rows_without_a_database_or_a_reference_query_that_runs_are_not_scored():
     """Queries that do not run were right there, and rows of other sources raised."""
-    golds = ["SELECT count(*) FROM nowhere", "", None, "#### 72", 72.0, "SELECT 1"]
+    golds: Any = ["SELECT count(*) FROM nowhere", "", None, "#### 72", 72.0, "SELECT 1"]
     assert sql.score(["no query"] * 6, golds, [3, 3, 3, 3, 3, None]) == [None] * 6
     assert sql.score(["", "SELECT 1"], ["SELECT 1"] * 2, [3, 3]) == [0.0, 1.0]
 
