@@ -324,7 +324,7 @@ def make_config(
         relative paths in them begin at the working directory.
       rewards, advantage, tools, environment: objects of the call; the config records their names.
       dataset: rows of the call; the config then names no other ones.
-      is_stored: as in `from_dict`.
+      is_stored: as in `from_dict`; also for a replay, which reads no data.
 
     Raises: ConfigError with all problems; InputError as `refuse_other_objects`.
     """

@@ -132,7 +132,6 @@ def train(
     check_on_step(on_step)
     own_code.forget_changed()
     objects = rewards, advantage, tools, environment_factory, dataset
-    # A replay reads no data: what is absent is refused where it is read.
     config = make_config(config, overrides, *objects, is_stored=rollouts is not None)
     line = process.start(config.mesh.platform, profile)
     options: dict[str, Any] = {"rewards": rewards, "advantage": advantage, "dataset": dataset}

@@ -169,12 +169,12 @@ def test_rows_that_other_tools_or_other_code_answered_are_not_continued(base, tm
     scorer = Reward("scorer", lambda completions, **_: [0.0] * len(completions))
     questions = Questions([{"prompt": "1+1="}], [np.array([1])], scorer)
 
-    def begin(overwrite=False, **keys):
+    def begin(**keys):
         config.write_text(tomli_w.dumps(tables | keys))
         with SampleFile(str(out)) as file:
             settings = config_facts(config_for(str(config)))
             facts = sampling._facts(1, 1.0, settings, questions)
-            return file.resume(facts, ["1+1="], 1, 1, overwrite)
+            return file.resume(facts, ["1+1="], 1, 1, overwrite=False)
 
     begin()
     out.write_text(json.dumps({"row": 0, "sample": 0, "prompt": "1+1="}) + "\n")
