@@ -85,7 +85,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "method": (*_UPDATE_KEYS, *_METHOD_KEYS),
     "evaluator": (
         *(*_SAMPLING_KEYS, *_INPUT_KEYS, "rewards"),
-        *("train.tokens_per_micro_batch", "train.steps"),  # which scorers are told
+        *("train.tokens_per_micro_batch", "train.steps"),  # of `trainer_state`
     ),
 }
 """What runs can share -> the tables, or single keys, of a config that it depends on. Neither the

@@ -67,7 +67,7 @@ def test_what_differs_only_by_seed_shares_everything_and_a_method_is_its_own(tmp
 
 
 def test_the_number_of_steps_matters_to_programs_only_where_the_rate_falls(tmp_path):
-    """Scorers of evaluations are told it."""
+    """Scorers of evaluations read it."""
     shared, programs = Shared(), {"method", "update"}
     for schedule, again in (("constant", {"evaluator"}), ("linear", {"evaluator", *programs})):
         objects = []
