@@ -216,7 +216,7 @@ def eval_source(keys: EvalKeys, training: DataKeys, has_rows: bool = False) -> S
     is_task = keys.data.startswith(PREFIX)
     is_foreign = is_task and (has_rows or not _trains_on(training.path, keys.data))
     columns = TASK_COLUMNS if is_foreign else None
-    # Beside rows from Python what data says of a source is left of the one that is evaluated.
+    # Beside rows from Python `data` holds the subset and the revision of the evaluated source.
     same: DataKeys | PartKeys | None = training if training.path in (None, keys.data) else None
     if isinstance(training.path, tuple) and not has_rows:
         same = _same_part(keys, training.path)
