@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxgrpo import advantages, losses, rewards
 from jaxgrpo.advantages import AdvantageTransform
-from jaxgrpo.config import evaluating, keys, methods, precision, scoring, world
+from jaxgrpo.config import evaluating, keys, methods, off_policy, precision, scoring, world
 from jaxgrpo.config.keys import Part, RewardKeys, part_options
 from jaxgrpo.config.own_code import installed, is_reference, named_file
 from jaxgrpo.config.ranges import LARGEST, wandb_problem
@@ -159,7 +159,7 @@ def _method(values: Values, parts: BuiltParts) -> Iterator[str]:
         if place.startswith(in_chain) and step.importance
     ]
     if values.get("loss.proximal") == "behavior" and surrogate and surrogate.weighs:
-        yield from (f"{where}: {methods.WEIGHED_TWICE}" for _, where in weighing)
+        yield from (f"{where}: {off_policy.WEIGHED_TWICE}" for _, where in weighing)
     for _, where in weighing[1:]:
         yield f"{where}: {weighing[0][0]} weighs by trainer over sampler too; keep one of the two"
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxgrpo.advantages.registry import recipes
 from jaxgrpo.config import files as configs
-from jaxgrpo.config import methods, own_code
+from jaxgrpo.config import methods, off_policy, own_code
 from jaxgrpo.config.keys import KEYS, config_folder
 from jaxgrpo.core.errors import ConfigError, InputError, suggest
 from jaxgrpo.rewards.protocol import Reward
@@ -79,8 +79,8 @@ def make_contenders(
         objective = methods.make_objective(changed.loss, longest)
         contenders[name] = Contender(methods.make_chain(changed.loss, recipe), objective)
         if column := changed.data.completion:
-            key = f"{where}: {name}: {methods.completion_key(column)}"
-            methods.refuse_weights(key, *contenders[name])
+            key = f"{where}: {name}: {off_policy.completion_key(column)}"
+            off_policy.refuse_weights(key, *contenders[name])
     return contenders
 
 

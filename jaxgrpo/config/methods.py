@@ -34,10 +34,8 @@ from jaxgrpo.core.scores import ANSWERED, OF_SAMPLES, SCORES, Score
 from jaxgrpo.core.types import RolloutSpec
 from jaxgrpo.data.prompts import name_row
 from jaxgrpo.data.sources import Mixture
-from jaxgrpo.losses import Objective, Penalty, Surrogate
-from jaxgrpo.models.low_bit import DTYPES as LOW_BIT
+from jaxgrpo.losses import Objective, Penalty
 from jaxgrpo.rewards.protocol import Reward
-from jaxgrpo.rollout.engine import SamplingSettings
 from jaxgrpo.rollout.policies import build_policy
 from jaxgrpo.rollout.selection import PromptPolicy
 
@@ -54,13 +52,6 @@ CORRECTIONS: dict[str, Callable[..., AdvantageTransform]] = {
 
 SUMS = ("sum_rewards", "sum_scored", "dvao")
 """Parts of a chain that add rewards up; each weight is an option of the name of its reward."""
-
-WEIGHED_TWICE = (
-    'with loss.proximal = "behavior" the surrogate\'s ratio begins at the sampler and holds '
-    'this weight already; set loss.proximal = "trainer", or take a surrogate without a ratio, '
-    "reinforce or on_policy"
-)
-"""Why weights of trainer over sampler and a ratio measured from the sampler exclude each other."""
 
 CHARGING = ("add_kl_return", "add_kl_return_for_validity", "kl_in_reward")
 """Parts that charge a sample for how far the policy was from another one at its tokens."""
@@ -381,87 +372,6 @@ def inner_code(part: Mapping[str, Any]) -> str:
                 f"{part['use']}({option}=...) with the part, and name that function"
             )
     return ""
-
-
-def refuse_double_weights(chain: AdvantageTransform, surrogate: Surrogate, proximal: str) -> None:
-    """Raises InputError if chain and surrogate both weigh by trainer over sampler."""
-    if proximal == "behavior" and surrogate.weighs and chain.importance:
-        step = next((name for name, step in chain.steps if step.importance), chain.name)
-        raise InputError(f"{step}: {WEIGHED_TWICE}")
-
-
-def completion_key(column: str) -> str:
-    """How messages name the column of texts that take the place of samples."""
-    return f'data.completion = "{column}"'
-
-
-def refuse_weights(where: str, chain: AdvantageTransform, objective: Objective) -> None:
-    """Raises: InputError where the method reads the log-probs of what drew its samples.
-
-    Args:
-      where: the key that brings texts instead, and its value.
-    """
-    readers = ["a weight of the chain"] if chain.importance else []
-    if objective.proximal == "behavior":
-        readers += objective.proximal_readers()
-    if readers:
-        raise InputError(
-            f"{where}: {readers[0]} reads how likely samples were to the policy that drew them, and"
-            ' that is not known for texts: set loss.proximal = "trainer", or take parts without a '
-            'ratio, as surrogate = { use = "reinforce" } and kl = { use = "k2" }'
-        )
-    for part in (objective.surrogate, *objective.penalties):
-        if "behavior_logp" in part.needs:
-            raise InputError(
-                f"{where}: {part.name} in the loss reads behavior_logp, and it is not known how "
-                "likely texts were to what wrote them: give it an option that reads something "
-                'else, as sampler = "proximal" with loss.proximal = "trainer", or leave it out'
-            )
-
-
-def refuse_all_stale(staleness: int, steps: int) -> None:
-    """Raises: InputError if all samples of a run are of its first parameters."""
-    if staleness and staleness >= steps - 1:
-        raise InputError(
-            f"rollout.staleness = {staleness}: each of train.steps = {steps} steps would train on "
-            "samples of the first parameters; set it lower"
-        )
-
-
-def refuse_stale(chain: AdvantageTransform, objective: Objective, where: str) -> None:
-    """Raises InputError if nothing weighs samples of older parameters by how likely they are now.
-
-    Args:
-      where: the key that brings such samples, and its value.
-    """
-    surrogate, proximal = objective.surrogate, objective.proximal
-    if not _weighs_samples(chain, objective):
-        raise InputError(
-            f"{where}: {surrogate.name} with loss.proximal = "
-            f"{json.dumps(proximal)} takes samples of older parameters for samples of the newest; "
-            'take a surrogate with a ratio, as { use = "clip" }, with loss.proximal = "behavior", '
-            'or weights, as loss.mismatch = { use = "truncated_importance" }'
-        )
-
-
-def low_bit_line(
-    chain: AdvantageTransform, objective: Objective, settings: SamplingSettings
-) -> str:
-    """What to set where nothing weighs what a sampler in 8 bits drew; "" where something does."""
-    dtypes = {"kv_cache_dtype": settings.kv_cache_dtype, "weight_dtype": settings.weight_dtype}
-    low = [f'rollout.{name} = "{dtype}"' for name, dtype in dtypes.items() if dtype in LOW_BIT]
-    if not low or _weighs_samples(chain, objective):
-        return ""
-    return (
-        f"{' and '.join(low)}: {objective.surrogate.name} with loss.proximal = "
-        f"{json.dumps(objective.proximal)} takes samples of the rounded policy for the trainer's "
-        'own; set loss.mismatch = { use = "truncated_importance" }'
-    )
-
-
-def _weighs_samples(chain: AdvantageTransform, objective: Objective) -> bool:
-    """Whether samples count by how likely they are to the trainer now."""
-    return chain.importance or (objective.surrogate.weighs and objective.proximal == "behavior")
 
 
 def _weights(rewards: Sequence[Reward]) -> dict[str, float]:

@@ -126,6 +126,7 @@ def by_sample(
         per_token=all(part.per_token for part in pair),
         acts_on_all=any(part.acts_on_all for part in pair),
         batch_fields=tuple(fields),
+        sides=((field, True, then_surrogate), (field, False, otherwise_surrogate)),
     )
 
 

@@ -106,6 +106,20 @@ class Surrogate(NamedTuple):
     """Whether samples without an advantage have a gradient too, and stay in the update."""
     batch_fields: tuple[BatchField, ...] = ()
     """Of `needs` those that it makes itself. All unmasked samples stay in the update."""
+    sides: tuple[tuple[str, bool, Surrogate], ...] = ()
+    """Where it is another surrogate at some tokens: the field that says so, whether that is true
+    there, and which. It `weighs` if one of them does."""
+
+    def without_ratio(self, at: str | None = None) -> list[str]:
+        """The surrogates that weigh nothing by a ratio, of those that act at some token.
+
+        Args:
+          at: a field; then of those that act where it is true.
+        """
+        if not self.sides:
+            return [] if self.weighs else [self.name]
+        parts = [part for field, is_true, part in self.sides if is_true or field != at]
+        return [name for part in parts for name in part.without_ratio(at)]
 
 
 def log_ratio(tokens: Tokens) -> tuple[Array, Array]:

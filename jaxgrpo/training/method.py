@@ -8,10 +8,11 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from jaxgrpo.advantages import AdvantageTransform
-from jaxgrpo.config import methods
+from jaxgrpo.config import methods, off_policy
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import ReferenceKeys, RolloutKeys, TrainKeys
 from jaxgrpo.core import records
+from jaxgrpo.core.types import REPLAYED
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import attention, decoder, routing, sharding
 from jaxgrpo.models.api import LayerKind
@@ -67,7 +68,7 @@ def build_method(
     chain = methods.make_chain(config.loss, recipe, rollout.refill is not None)
     objective = methods.make_objective(config.loss, rollout.max_completion_tokens)
     scores = teachers.method_scores(config.scores, chain.needs, objective)
-    methods.refuse_double_weights(chain, objective.surrogate, objective.proximal)
+    off_policy.refuse_double_weights(chain, objective.surrogate, objective.proximal)
     _refuse_stale(chain, objective, rollout.staleness, config.experience.share, train.steps)
     scoring = teachers.find_teachers(config.teachers, pretrained, config.model.attention, geometry)
     models = model, *(teacher.model for teacher in scoring.values())
@@ -103,10 +104,11 @@ def _refuse_stale(
     chain: AdvantageTransform, objective: Objective, staleness: int, share: float, steps: int
 ) -> None:
     """Args: staleness, share, steps: `rollout.staleness`, `experience.share`, `train.steps`."""
-    methods.refuse_all_stale(staleness, steps)
-    for name, value in {"rollout.staleness": staleness, "experience.share": share}.items():
-        if value:
-            methods.refuse_stale(chain, objective, f"{name} = {value:g}")
+    off_policy.refuse_all_stale(staleness, steps)
+    if share:  # which rollout.staleness does not go with
+        off_policy.refuse_stale(chain, objective, f"experience.share = {share:g}", REPLAYED)
+    elif staleness:
+        off_policy.refuse_stale(chain, objective, f"rollout.staleness = {staleness}")
 
 
 def _copies(

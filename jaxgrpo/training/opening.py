@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from jaxgrpo.config import files as configs
-from jaxgrpo.config import methods
+from jaxgrpo.config import off_policy
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import CheckpointKeys
 from jaxgrpo.core.errors import InputError, refusing
@@ -359,7 +359,7 @@ def say_start(
         display.say(f"eval.data: {line}")
     if answers := run.collector.source.answers:
         display.say(f"reference answers: {answers_line(answers)}")
-    if line := methods.low_bit_line(
+    if line := off_policy.low_bit_line(
         run.blueprint.chain, run.blueprint.objective, run.blueprint.sampling
     ):
         display.say(line)

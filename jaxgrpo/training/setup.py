@@ -21,7 +21,7 @@ from jaxgrpo.config.contenders import make_atlases
 from jaxgrpo.config.evaluating import READ_BY_RUNS
 from jaxgrpo.config.files import Config
 from jaxgrpo.config.keys import EvalKeys, RewardKeys, RolloutKeys
-from jaxgrpo.config.methods import completion_key, refuse_weights
+from jaxgrpo.config.off_policy import completion_key, refuse_weights
 from jaxgrpo.config.world import COLUMNS, KEYS, Factories
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import Learner, Params, Rollouts, Stream

@@ -13,7 +13,7 @@ import pytest
 import small_run
 
 from jaxgrpo import advantages, losses
-from jaxgrpo.config import files, methods
+from jaxgrpo.config import files, methods, off_policy
 from jaxgrpo.config.contenders import make_contenders, split_names
 from jaxgrpo.config.keys import RolloutKeys
 from jaxgrpo.core.errors import InputError
@@ -186,9 +186,9 @@ def test_what_python_brings_may_not_weigh_twice_either(tmp_path):
     for chain, step in ((weights, "truncated_importance"), (nested, "inner"), (each, "per_reward")):
         for surrogate in (clip, user_surrogate):
             with pytest.raises(InputError, match=f"^{step}.*: with loss.proximal = .behavior"):
-                methods.refuse_double_weights(chain, surrogate, "behavior")
-            methods.refuse_double_weights(chain, surrogate, "trainer")
-        methods.refuse_double_weights(chain, plain, "behavior")
+                off_policy.refuse_double_weights(chain, surrogate, "behavior")
+            off_policy.refuse_double_weights(chain, surrogate, "trainer")
+        off_policy.refuse_double_weights(chain, plain, "behavior")
     with pytest.raises(InputError, match="holds this weight already"):
         setup.setup(small_run.config(tmp_path), advantage=weights)
 
@@ -315,7 +315,7 @@ def test_no_part_of_a_loss_measures_texts_from_the_policy_that_drew_them(loss, r
         loss_tables = {"surrogate": {"use": "reinforce"}, **loss, **changes}
         config = files.from_dict(minimal_config.tables(loss=loss_tables))
         objective = methods.make_objective(config.loss, 8)
-        methods.refuse_weights("data.completion", advantages.build("grpo"), objective)
+        off_policy.refuse_weights("data.completion", advantages.build("grpo"), objective)
 
     refuse(proximal="trainer")
     refuse(surrogate={"use": "reinforce"}, kl={"use": "k2", "beta": 0.1})
@@ -330,3 +330,40 @@ def test_no_method_of_an_atlas_measures_texts_from_the_policy_that_drew_them():
         make_contenders([name], "--methods", tables, None, ())
         with pytest.raises(InputError, match=r'data.completion = "solution": .* how likely'):
             make_contenders([name], "--methods", {**tables, "data": data}, None, ())
+
+
+REPLAYED = {"use": "by_sample", "field": "replayed"}
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "at", "name"),
+    [
+        ({"use": "clip"}, None, None),
+        ({"use": "reinforce"}, "replayed", "reinforce"),
+        ({**REPLAYED, "then": "shaped_ratio", "otherwise": "clip"}, None, None),
+        ({**REPLAYED, "then": "shaped_ratio", "otherwise": "on_policy"}, "replayed", None),
+        ({**REPLAYED, "then": "shaped_ratio", "otherwise": "on_policy"}, None, "on_policy in by"),
+        ({**REPLAYED, "then": "reinforce", "otherwise": "clip"}, "replayed", "reinforce in by"),
+        ({**REPLAYED, "field": "new", "otherwise": "on_policy"}, "replayed", "on_policy in by"),
+        (
+            {"use": "off_policy_mask", "threshold": 1.0, "then": {**REPLAYED, "then": "reinforce"}},
+            None,
+            "reinforce in off_policy_mask",
+        ),
+    ],
+)
+def test_each_side_of_a_surrogate_weighs_the_stale_samples_that_it_takes(surrogate, at, name):
+    def refuse(chain, proximal="behavior"):
+        config = files.from_dict(minimal_config.tables(loss={"surrogate": surrogate}))
+        objective = methods.make_objective(config.loss, 8)._replace(proximal=proximal)
+        off_policy.refuse_stale(chain, objective, "rollout.staleness = 1", at)
+
+    grpo = advantages.build("grpo")
+    refuse(advantages.extend(grpo, advantages.truncated_importance()), "trainer")
+    if name is None:
+        refuse(grpo)
+    else:
+        with pytest.raises(InputError, match=f"^rollout.staleness = 1: {name}"):
+            refuse(grpo)
+    with pytest.raises(InputError, match=f"^rollout.staleness = 1: {surrogate['use']} with"):
+        refuse(grpo, "trainer")

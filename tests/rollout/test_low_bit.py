@@ -16,7 +16,7 @@ from engines import draw_all, make_engine
 from jax.sharding import Mesh
 
 from jaxgrpo import advantages, losses
-from jaxgrpo.config import methods
+from jaxgrpo.config import off_policy
 from jaxgrpo.core.types import Params
 from jaxgrpo.models import decoder, lora, low_bit, sharding
 from jaxgrpo.models.api import (
@@ -256,6 +256,7 @@ def test_their_bytes_are_foretold():
 
 REINFORCE = losses.Objective(losses.reinforce(), losses.token_mean())
 CLIPPED = losses.Objective(losses.clip(), losses.token_mean())
+MIXED = losses.Objective(losses.by_sample("new", "clip", "reinforce"), losses.token_mean())
 
 
 @pytest.mark.parametrize(
@@ -274,9 +275,17 @@ CLIPPED = losses.Objective(losses.clip(), losses.token_mean())
             'loss.proximal = "behavior" takes samples of the rounded policy for the trainer\'s '
             'own; set loss.mismatch = { use = "truncated_importance" }',
         ),
+        (
+            MIXED,
+            advantages.build("grpo"),
+            'rollout.kv_cache_dtype = "fp8" and rollout.weight_dtype = "int8": reinforce in '
+            'by_sample with loss.proximal = "behavior" takes samples of the rounded policy for the '
+            'trainer\'s own; set loss.mismatch = { use = "truncated_importance" } with '
+            'loss.proximal = "trainer"',
+        ),
     ],
 )
 def test_samples_that_nothing_corrects_are_named_in_a_line(objective, chain, line):
     low = settings(kv_cache_dtype="fp8", weight_dtype="int8")
-    assert methods.low_bit_line(chain, objective, low) == line
-    assert methods.low_bit_line(chain, objective, settings(kv_cache_dtype="bfloat16")) == ""
+    assert off_policy.low_bit_line(chain, objective, low) == line
+    assert off_policy.low_bit_line(chain, objective, settings(kv_cache_dtype="bfloat16")) == ""

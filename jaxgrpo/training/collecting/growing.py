@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxgrpo.advantages import AdvantageTransform
 from jaxgrpo.config.keys import EvalKeys, ExperienceKeys, RolloutKeys, TreeKeys
-from jaxgrpo.config.methods import completion_key, refuse_weights
+from jaxgrpo.config.off_policy import completion_key, refuse_weights
 from jaxgrpo.core import records
 from jaxgrpo.core.errors import InputError
 from jaxgrpo.core.types import REPLAYED, Params, Prompts, only_tokens
