@@ -273,7 +273,7 @@ def test_no_package_has_the_name_of_a_public_function():
 
 LINES = {
     "advantages": 4170,  # with masks, weights by turn, known answers, teachers, baselines of rows
-    "losses": 1405,  # with 290 of surrogates that see an update as a whole, or have other bounds
+    "losses": 1412,  # with 290 of surrogates that see an update as a whole, or have other bounds
     "core": 730,  # with what launches and short collectives take
     "data": 2741,  # with four tasks of experiments, four of several turns, and reasoning-gym's
     "models": 8666,  # with kernels for GPUs, 8 bits, 2,600 of kinds, experts, latents and families
@@ -281,9 +281,9 @@ LINES = {
     "environments": 2798,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
     "rollout": 4762,  # with turns, samples that wait beside their slots, recorded experts
     "update": 2577,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
-    "config": 2874,  # with tools and environments, other methods by name, scores of several models
+    "config": 2886,  # with tools and environments, other methods by name, scores of several models
     "evaluation": 784,  # with how two judgements agree
-    "training": 8953,  # 127 of it faults around a run; conversations, damaged runs, sampled memory
+    "training": 8955,  # 127 of it faults around a run; conversations, damaged runs, sampled memory
     "planning": 1866,  # 110 of it what compiled programs move, which benchmarks had
     "experiments": 4166,  # 1,135 of it what methods climb, by enumeration; 87 the atlas
     "cli": 3657,  # with saved samples judged again, queries answered, small models of 33 families
