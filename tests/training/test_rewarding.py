@@ -348,6 +348,22 @@ def test_the_trainer_state_follows_the_run(tmp_path):
     assert {(state.max_steps, state.num_train_epochs) for state in states} == {(2, 2)}
 
 
+@pytest.mark.full
+def test_a_run_shows_the_sum_of_what_was_scored_where_its_chain_adds_that_up(tmp_path, capsys):
+    def first(completions, row):
+        return [2.0 if number % 2 == 0 else None for number in row]
+
+    def second(completions, row):
+        return [3.0 if number % 2 == 1 else None for number in row]
+
+    dataset = [{"prompt": f"1{n}+20=", "answer": "", "row": n} for n in range(8)]
+    for recipe, shown in (("like_trl", "best, 3:"), ("grpo", "no completion of this step could")):
+        changes = {"recipe": recipe, "train.steps": 1}
+        run_config = small_run.config(tmp_path / recipe, **changes)
+        loop.train(run_config, rewards=[first, second], dataset=dataset)
+        assert shown in capsys.readouterr().out
+
+
 def test_a_scorer_knows_the_progress_of_the_run(tmp_path):
     states = []
 
