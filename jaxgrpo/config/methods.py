@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import numbers
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -297,6 +297,23 @@ def needed_columns(
             f"{_sample_field_hint(missing)}"
         )
     return {name: _numbers(name, rows) for name in sorted(names)}
+
+
+def refuse_wide(needs: Set[str], fields: Mapping[str, Any], sizes: tuple[int, ...]) -> None:
+    """Raises: InputError for a field that the loss reads and that is of no row, sample or token.
+
+    Args:
+      needs: of the loss.
+      fields: name -> array, columns [rows, ...] or fields of samples [P, ...].
+      sizes: (rows,), or (P, G, T).
+    """
+    for name in sorted(needs & fields.keys()):
+        if (shape := np.shape(fields[name]))[:3] != sizes[: len(shape)]:
+            expected = " or ".join(str([*sizes[: n + 1]]) for n in range(len(sizes)))
+            raise InputError(
+                f"the loss reads {name}, which has shape {[*shape]}, and takes one number for each "
+                f"row, sample or token, {expected}: write each number of a row in its own column"
+            )
 
 
 def _numbers(name: str, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import re
 from decimal import Decimal
 
@@ -17,6 +18,7 @@ from jaxgrpo.config import files, methods, off_policy
 from jaxgrpo.config.contenders import make_contenders, split_names
 from jaxgrpo.config.keys import RolloutKeys
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.data.tasks import arithmetic
 from jaxgrpo.rewards.protocol import Reward
 from jaxgrpo.training import loop, setup
 
@@ -274,6 +276,31 @@ def test_fields_from_the_data_are_exact_numbers_or_refused():
     }.items():
         with pytest.raises(InputError, match=message):
             column(*values)
+
+
+def test_a_loss_reads_one_number_of_a_row_a_sample_or_a_token():
+    columns = {"flag": np.ones(6), "flags": np.ones((6, 4))}
+    methods.refuse_wide(frozenset({"flag"}), columns, (6,))
+    with pytest.raises(
+        InputError, match=r"the loss reads flags, which has shape \[6, 4\], .* \[6\]:"
+    ):
+        methods.refuse_wide(frozenset({"flags", "flag"}), columns, (6,))
+    for shape in ((6,), (6, 4), (6, 4, 5), (6, 4, 5, 2)):  # fields of saved rollouts
+        methods.refuse_wide(frozenset({"x"}), {"x": np.ones(shape)}, (6, 4, 5))
+    with pytest.raises(
+        InputError, match=r"x, which has shape \[6, 3\].*\[6\] or \[6, 4\] or \[6, 4, 5\]"
+    ):
+        methods.refuse_wide(frozenset({"x"}), {"x": np.ones((6, 3))}, (6, 4, 5))
+
+
+@pytest.mark.slow
+def test_a_column_with_a_number_for_each_sample_is_refused_before_a_loss_reads_it(tmp_path):
+    rows = [{**row, "flags": [1, 0, 1, 0]} for row in arithmetic.rows("train", 8)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loss = {"use": "by_sample", "field": "flags"}
+    with pytest.raises(InputError, match=r"the loss reads flags, which has shape \[8, 4\]"):
+        setup.setup(small_run.config(tmp_path, **{"loss.surrogate": loss, "data.path": str(data)}))
 
 
 @pytest.mark.parametrize(

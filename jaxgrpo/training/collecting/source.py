@@ -93,19 +93,19 @@ def make_rollout_source(
     """The prompt policy with what draws and rewards, or the files of a replay. `brought`: shapes of
     fields that drawing and the collector add; `replayed`: fields of files read beside the method's.
 
-    Raises: InputError where the method reads a field that nothing brings, or files lack a reward.
+    Raises: InputError where a field is missing or too wide for the loss, or files lack a reward.
     """
     chain, geometry, pretrained = blueprint.chain, blueprint.geometry, run_inputs.pretrained
     rows, names = run_inputs.prompts.rows, [reward.name for reward in rewards]
+    replay, loss = run_inputs.replay, blueprint.objective
     needs, scored = _needs(chain.needs, blueprint.update_needs)
     options: Any = {"scores": blueprint.scores, "trains_texts": blueprint.trains_texts}
     trace = functools.partial(methods.trace_chain, rollout, chain, rewards, len(rows), **options)
     _refuse_other_tokens(scored, records.without(brought, dict(geometry.records)))
-    if run_inputs.replay:
+    if replay:
         needs |= {FORCED, THOUGHT, MASK, REACHED} if scored else set()
-        support, proximal = blueprint.sampling.support, blueprint.objective.proximal
-        needs |= needed_support(run_inputs.replay, support > 0, proximal == "behavior")
-        return _replayed(run_inputs.replay, names, needs | replayed, blueprint.scores, trace)
+        needs |= needed_support(replay, blueprint.sampling.support > 0, loss.proximal == "behavior")
+        return _replayed(replay, names, needs | replayed, blueprint.scores, loss.needs, trace)
     mesh, sums, sampling = blueprint.samples_on, sums_scored(chain), blueprint.sampling
     model = pretrained.model_on(mesh)
     rank = make_rank(model, mesh, sampling.temperature) if DRIFT in brought else None
@@ -113,10 +113,10 @@ def make_rollout_source(
     read, ends = chain.needs | policy.needs, sampling.stop_tokens
     _refuse_whole_samples(geometry.has_forks, read | needs, blueprint.scores)
     answers = inputs.load_answers(data, rollout, pretrained, read, ends, rows)
-    longest = answers.longest if answers else 0
+    longest, model_for = answers.longest if answers else 0, blueprint.policy_model
     score_answers = make_answer_scorer(policy, longest, model, mesh, geometry, sampling.temperature)
     columns = methods.needed_columns(needs.difference(brought), rows, rewards, blueprint.scores)
-    model_for = blueprint.policy_model
+    methods.refuse_wide(loss.needs, columns, (len(rows),))
     score_columns, functions = prompted.read_prompts(scores, rollout, run_inputs, model_for, names)
     columns = {name: on_device(column) for name, column in {**columns, **score_columns}.items()}
     trace({**columns, **brought})
@@ -264,6 +264,7 @@ def _replayed(
     rewards: Sequence[str],
     needs: Set[str],
     scores: Mapping[str, Score],
+    read_by_loss: Set[str],
     trace: Callable[[Any], None],
 ) -> RolloutSource:
     """The files of a replay, whose fields the method can read."""
@@ -272,7 +273,9 @@ def _replayed(
     fields |= {prompt_field(score.prompt) for score in scores.values() if score.prompt is not None}
     fields |= {choice_field(name) for name, score in scores.items() if score.policies}
     source = rollout_source_from_files(replay, rewards, fields)
-    trace(replay.load(0).fields)
+    first = replay.load(0)
+    methods.refuse_wide(read_by_loss, first.fields, first.token_mask.shape)
+    trace(first.fields)
     return source
 
 
