@@ -281,9 +281,9 @@ LINES = {
     "environments": 2798,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
     "rollout": 4762,  # with turns, samples that wait beside their slots, recorded experts
     "update": 2577,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
-    "config": 2886,  # with tools and environments, other methods by name, scores of several models
+    "config": 2894,  # with tools and environments, other methods by name, scores of several models
     "evaluation": 784,  # with how two judgements agree
-    "training": 8955,  # 127 of it faults around a run; conversations, damaged runs, sampled memory
+    "training": 8958,  # 127 of it faults around a run; conversations, damaged runs, sampled memory
     "planning": 1866,  # 110 of it what compiled programs move, which benchmarks had
     "experiments": 4166,  # 1,135 of it what methods climb, by enumeration; 87 the atlas
     "cli": 3657,  # with saved samples judged again, queries answered, small models of 33 families
