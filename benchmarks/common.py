@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -41,6 +42,19 @@ def keep_memory(module: str) -> None:
     if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         os.environ.update({f"MALLOC_{name}_": str(value) for name, value in thresholds.items()})
         os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
+
+
+def most_memory(device: Any) -> tuple[float, str]:
+    """GiB that this process has taken at most, and of what: of an accelerator by arrays on it.
+
+    Raises: SystemExit where that device does not tell.
+    """
+    if device.platform == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "process"
+    stats = device.memory_stats()
+    if stats is None:
+        raise SystemExit(f"{device.device_kind}: its allocator keeps no count of memory")
+    return stats["peak_bytes_in_use"] / 2**30, "device"
 
 
 def timed(function: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:

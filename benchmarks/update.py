@@ -4,7 +4,8 @@
 
 Lengths of C are drawn as its samples end: with 0.8 to 2% a token. Rewards are random, and equal in
 the groups that are to be dead, so that their advantages are 0. Prints the best of the repeats with
-all groups live, with half and with a quarter, and the memory that the process used at most.
+all groups live, with half and with a quarter, and the memory that the process used at most, or on a
+GPU its arrays there.
 
 The floor is the time of the matrix products with weights alone, forward and backward, each at the
 rate that JAX reaches here for its shape; attention, norms and the softmax are not in it.
@@ -13,14 +14,21 @@ rate that JAX reaches here for its shape; attention, norms and the softmax are n
 from __future__ import annotations
 
 import argparse
-import resource
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common import describe, keep_memory, matmul_rate, report, timed, verdict
+from benchmarks.common import (
+    describe,
+    keep_memory,
+    matmul_rate,
+    most_memory,
+    report,
+    timed,
+    verdict,
+)
 from benchmarks.step import build
 from benchmarks.workloads import SMALL, WORKLOADS, Workload, make_prompts, matrices
 from jaxgrpo.core.types import Rollouts
@@ -107,9 +115,11 @@ def main() -> None:
             comparison = f"{times:.2f} times below it, limit {limit}: {verdict(times <= limit)}"
             print(f"floor {least:.3f} s, {comparison}")
             result["floor"] = {"seconds": least, "times": times}
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"{blueprint.geometry.tokens} tokens a micro-batch, at most {peak:.1f} GiB")
-    report({**result, "tokens": blueprint.geometry.tokens, "gib": peak})
+    peak, place = most_memory(jax.local_devices()[0])
+    print(
+        f"{blueprint.geometry.tokens} tokens a micro-batch, at most {peak:.1f} GiB of the {place}"
+    )
+    report({**result, "tokens": blueprint.geometry.tokens, "gib": peak, "memory": place})
 
 
 if __name__ == "__main__":

@@ -124,8 +124,18 @@ def options() -> argparse.Namespace:
 
 def show(results: Mapping[str, Mapping[str, Any]], console: Console) -> None:
     """The table: a line for each contender of each workload."""
+    memory = next(values["memory"] for sides in results.values() for values in sides.values())
     table = Table(
-        "work", "", "step s", *PHASES, "tokens/s", "GB", "start s", "ratio", "95%", "limit"
+        "work",
+        "",
+        "step s",
+        *PHASES,
+        "tokens/s",
+        f"GB, {memory}",
+        "start s",
+        "ratio",
+        "95%",
+        "limit",
     )
     for name, sides in results.items():
         for side, values in sides.items():
@@ -144,9 +154,9 @@ def show(results: Mapping[str, Mapping[str, Any]], console: Console) -> None:
 def show_own(
     results: Mapping[str, Mapping[str, Any]], starts: Mapping[str, float], console: Console
 ) -> None:
-    """Memory and starts of ours against their limits."""
+    """Memory of the process and starts of ours against their limits."""
     for name, limit in MEMORY.items():
-        if name in results:
+        if name in results and results[name][OURS]["memory"] == "process":
             gb = results[name][OURS]["gib"] / GB
             console.print(f"memory, {name}: {gb:.2f} GB, limit {limit}: {verdict(gb <= limit)}")
     for state, seconds in starts.items():

@@ -30,6 +30,7 @@ class Step(NamedTuple):
     seconds: float
     tokens: int  # sampled
     phases: dict[str, float]
+    device_bytes: int | None = None  # that arrays took of a GPU at most, so far; None: on a CPU
 
 
 class Failed(RuntimeError):
@@ -67,12 +68,6 @@ class Contender:
         self.process.stdin.flush()
         return self._read_step()
 
-    def peak(self) -> float:
-        """GiB of memory that the process had at most, of the CPU."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        match = re.search(r"VmHWM:\s+(\d+) kB", status)
-        return int(match[1]) * 1024 / GIB if match else float("nan")
-
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -86,9 +81,26 @@ class Contender:
             raise Failed(
                 f"{self.name} ended with {self.process.returncode}; its last words:\n{last}"
             )
-        message = json.loads(line)
-        phases = {phase: message[phase] for phase in PHASES}
-        return Step(message["seconds"], message["tokens"], phases)
+        return read_step(line)
+
+
+def read_step(line: str) -> Step:
+    """What a contender says in a line."""
+    message = json.loads(line)
+    phases = {phase: message[phase] for phase in PHASES}
+    return Step(message["seconds"], message["tokens"], phases, message["device_bytes"])
+
+
+def most_memory(last: Step, pid: int) -> float:
+    """GiB that a contender had at most: its arrays on a GPU, or its process on a CPU.
+
+    Args:
+      last: its last step.
+    """
+    if last.device_bytes is not None:
+        return last.device_bytes / GIB
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(match[1]) * 1024 / GIB if match else float("nan")
 
 
 @contextlib.contextmanager
@@ -151,7 +163,8 @@ def summary(contender: Contender, steps: Sequence[Step]) -> dict[str, Any]:
         **{phase: median(step.phases[phase] for step in steps) for phase in PHASES},
         "tokens": median(step.tokens for step in steps),
         "tokens_per_second": median(step.tokens / step.seconds for step in steps),
-        "gib": contender.peak(),
+        "gib": most_memory(steps[-1], contender.process.pid),
+        "memory": "process" if steps[-1].device_bytes is None else "device",
         "steps": len(steps),
     }
 

@@ -11,9 +11,15 @@ import sys
 from benchmarks.versus.work import Teller, Work
 
 
+def device_bytes() -> int:
+    import jax
+
+    return jax.local_devices()[0].memory_stats()["peak_bytes_in_use"]
+
+
 def main() -> None:
     work = Work.read(sys.argv[1])
-    teller = Teller(work)
+    teller = Teller(work, device_bytes)
     # transformers loads torch where it finds it. Nothing here needs it, so it is not to be found.
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
     import jaxgrpo

@@ -130,7 +130,7 @@ class Trainer:
 
 def main() -> None:
     work = Work.read(sys.argv[1])
-    teller = Teller(work)
+    teller = Teller(work, torch.cuda.max_memory_allocated)
     trainer = Trainer(work)
     while True:
         marks = [time.perf_counter()]

@@ -110,7 +110,7 @@ def make_trainer(work: Work, reward: Callable[..., Any], folder: str, **more: An
 
 def main() -> None:
     work = Work.read(sys.argv[1])
-    teller = Teller(work)
+    teller = Teller(work, torch.cuda.max_memory_allocated)
     torch.set_num_threads(THREADS)
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(work, teller.reward, folder)

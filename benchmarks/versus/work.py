@@ -83,9 +83,14 @@ def parity(completion_ids: Sequence[Sequence[int]], hard: Sequence[bool], **_: A
 
 
 class Teller:
-    """Tells of the steps of this process, and waits between them."""
+    """Tells of the steps of this process, and waits between them.
 
-    def __init__(self, work: Work) -> None:
+    Args:
+      device_bytes: the most that the arrays of this process have taken of a GPU so far.
+    """
+
+    def __init__(self, work: Work, device_bytes: Callable[[], int]) -> None:
+        self.device_bytes = device_bytes if work.device == "cuda" else lambda: None
         self.out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what a library prints is no message
         self.began = time.perf_counter()
@@ -106,6 +111,7 @@ class Teller:
         seconds = time.perf_counter() - self.began
         update_seconds = seconds - sum(phases.values())
         message = {"seconds": seconds, "tokens": self.tokens, "update": update_seconds, **phases}
+        message["device_bytes"] = self.device_bytes()
         print(json.dumps(message), file=self.out, flush=True)
         if not sys.stdin.readline():
             os._exit(0)  # what is left of the run is nobody's

@@ -1,19 +1,26 @@
 """The comparison with PyTorch: the same files, the same computation, ratios of neighbours."""
 
 import dataclasses
+import io
 import json
+import os
+import subprocess
 import sys
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
 
+from benchmarks.common import most_memory
 from benchmarks.versus import __main__, contest, files, proof
 from benchmarks.versus.contest import Step, ratios
-from benchmarks.versus.work import Work, parity, spread
+from benchmarks.versus.work import PHASES, Work, parity, spread
 from benchmarks.workloads import WORKLOADS, Workload, make_prompts, model_config
 from jaxgrpo.config import files as configs
 from jaxgrpo.models.hf import folders
+from jaxgrpo.planning.topologies import StandIn
 
 TINY = Workload(prompts=4, samples=4, shortest=4, longest=8, completion=8, ragged=True, flat=0.5)
 
@@ -46,6 +53,55 @@ def test_a_ratio_is_of_neighbours_and_on_ragged_work_per_token():
     theirs = [Step(3.0, 300, {}), Step(8.0, 300, {}), Step(20.0, 300, {})]
     exact, ragged = (ratios(theirs, ours, exact=is_exact)["ratio"] for is_exact in (True, False))
     np.testing.assert_allclose((exact, ragged), (4.0, 4.0 / 3))
+
+
+TELLER = """
+import sys
+from benchmarks.versus.work import Teller, Work
+Teller(Work.read(sys.argv[1]), lambda: 3 * 2**30).stepped({"sample": 1, "reward": 0, "score": 0})
+"""
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_memory_of_a_step_on_a_gpu_is_what_its_arrays_took_there(
+    python, environment, tmp_path, device
+):
+    sizes: Any = dict.fromkeys(("prompts", "samples", "longest", "completion", "micro"), 1)
+    names: Any = {"name": "S/A", "dtype": "float32", "reward": "spread", "folder": str(tmp_path)}
+    Work(**sizes, **names, exact=True, pad=0, end=1, device=device).save()
+    command = [python, "-c", TELLER, str(tmp_path)]
+    line = subprocess.check_output(command, input="", env=environment(), text=True)
+    step, place = contest.read_step(line), "device" if device == "cuda" else "process"
+    gib = contest.most_memory(step, os.getpid())
+    assert (gib == 3.0) == (device == "cuda")
+    values = dict.fromkeys((*PHASES, "step", "tokens_per_second", "start"), 1.0)
+    console = Console(record=True, width=200, file=io.StringIO())
+    results = {"S/A": {"jaxgrpo": {**values, "gib": gib, "memory": place}}}
+    __main__.show(results, console)
+    __main__.show_own({"S/C": results["S/A"]}, {}, console)
+    text = console.export_text()
+    assert f"GB, {place}" in text
+    assert ("3.22" in text) == (device == "cuda")
+    assert ("memory, S/C: " in text) == (device == "cpu")  # a limit of a process
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting(StandIn):
+    """A device whose allocator counts, or does not."""
+
+    peak: int | None = None
+
+    def memory_stats(self) -> Any:
+        return self.peak and {"peak_bytes_in_use": self.peak}
+
+
+def test_memory_of_an_update_on_an_accelerator_is_what_its_arrays_took_there():
+    gpu = Counting(0, "gpu", "NVIDIA H200", 0, peak=5 * 2**30)
+    assert most_memory(gpu) == (5.0, "device")
+    gib, place = most_memory(jax.devices()[0])
+    assert (0.1 < gib < 1000, place) == (True, "process")
+    with pytest.raises(SystemExit, match="NVIDIA H200: its allocator keeps no count"):
+        most_memory(dataclasses.replace(gpu, peak=None))
 
 
 def test_a_trainer_that_computes_on_a_cpu_is_not_compared_on_a_gpu(monkeypatch, capsys):
