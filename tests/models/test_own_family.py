@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 from typing import Any
 
 import checkpoints
 import minimal_config
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import jaxgrpo
 from jaxgrpo.config import own_code
@@ -17,6 +19,7 @@ from jaxgrpo.models.hf import families, folders
 from jaxgrpo.models.hf.families import Family
 from jaxgrpo.training import fingerprints, pretrained
 
+ERNIE = "transformers.models.ernie4_5.modeling_ernie4_5"
 LAYERS = [checkpoints.SLIDING, checkpoints.FULL, checkpoints.SLIDING]
 
 
@@ -64,6 +67,28 @@ def test_the_family_of_the_examples_computes_what_transformers_does(vault, famil
     expected, exported = theirs.state_dict(), again.state_dict()
     assert expected.keys() == exported.keys()
     assert all((expected[name] == exported[name]).all() for name in expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "olmo2", "hunyuan_v1_dense"])
+def test_norms_of_heads_whose_neighbours_turn_together_are_read_and_written_so(
+    name, tmp_path, monkeypatch
+):
+    """Of each head, of all heads as one vector, and behind the turn; by Ernie's turn of pairs."""
+    turn = pkgutil.resolve_name(f"{ERNIE}:apply_rotary_pos_emb")
+    monkeypatch.setattr(f"transformers.models.{name}.modeling_{name}.apply_rotary_pos_emb", turn)
+    theirs = checkpoints.saved(checkpoints.transformers_config(name), tmp_path / "base")
+    tokens, mask = checkpoints.batch()
+    expected = checkpoints.transformers_logits(theirs, tokens, mask)
+    fields = _fields(tmp_path / "base") | {"model_type": "paired"}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(fields))
+    family = families.FAMILIES[name]._replace(model_type="paired", in_pairs=True)
+    model, params = jaxgrpo.load_model(tmp_path / "base", family=family)
+    logits, real = np.asarray(jaxgrpo.logits(model, params, tokens, mask)), mask.astype(bool)
+    np.testing.assert_allclose(logits[real], expected[real], atol=2e-4, rtol=0)
+    jaxgrpo.save_model(model, params, tmp_path / "ours")
+    stored, ours = (load_file(tmp_path / n / "model.safetensors") for n in ("base", "ours"))
+    assert stored.keys() == ours.keys()
+    assert all((stored[tensor] == ours[tensor]).all() for tensor in stored)
 
 
 def _fields(folder):

@@ -178,6 +178,21 @@ def test_the_rows_of_a_head_that_turn_together_stand_side_by_side(tmp_path):
     np.testing.assert_array_equal(tensors["model.layers.1.self_attn.v_proj.weight"], value)
 
 
+def test_the_rows_and_scales_of_each_layer_stand_as_its_own_rope_turns_them(tmp_path):
+    shares = (0.7, 1.0)
+    kinds = tuple(LayerKind(AttentionKind(rope=Rope(share=share))) for share in shares)
+    model = build(dataclasses.replace(EVEN, head_dim=6, pattern=kinds))
+    params = normal_params(model)
+    folder = write(tmp_path / "m", model, params, FAMILIES["plain in pairs"])
+    tensors = load_file(folder / "model.safetensors")
+    for layer, order in enumerate(([0, 2, 1, 3, 4, 5], [0, 3, 1, 4, 2, 5])):
+        parts = jax.tree.map(lambda leaf: np.asarray(leaf)[0], params["blocks"][str(layer)])
+        attention, names = parts["attention"], f"model.layers.{layer}.self_attn"
+        bias, scale = attention["query"]["bias"], attention["query_norm"]["scale"]
+        np.testing.assert_array_equal(tensors[f"{names}.q_proj.bias"], bias[:, order].ravel())
+        np.testing.assert_array_equal(tensors[f"{names}.q_norm.weight"], scale[:, order].ravel())
+
+
 def test_a_norm_over_all_heads_is_stored_flat(tmp_path):
     model = build(EVEN)
     params = normal_params(model)

@@ -53,9 +53,9 @@ INPUTS = {
 EXPERT_PARAMETERS = {"gate_up_proj": EXPERT_MAPS[:2], "down_proj": EXPERT_MAPS[2:]}
 """The parameters of transformers 5's module of all experts -> our maps; PEFT adapts each as one."""
 
-TURNED = ("attention/query", "attention/key")
+TURNED = tuple(f"attention/{name}" for name in ("query", "key", "query_norm", "key_norm"))
 TURNED_OF_LATENTS = tuple(f"attention/turned_{name}" for name in ("query", "query_up", "key"))
-"""Modules whose outputs are turned by positions."""
+"""Modules whose outputs are turned by positions, or were; norms of latents are of no heads."""
 
 Box = tuple[tuple[int, int], ...]
 """The part of an array with the indices from the first to before the second, in each dimension."""
@@ -189,26 +189,24 @@ def _leaf_entries(
     start = len("/".join(parts[:2])) + 1 if in_layer else 0
     module, _, leaf = path[start:].rpartition("/")
     has_experts = module in family.experts
-    width, begin = len(config.pattern), {"lead": 0, "blocks": len(config.lead)}
-    periods = range(config.periods if stacked else 1)
+    periods, rest = range(config.periods if stacked else 1), config.num_layers - config.num_rest
+    begin, width = {"lead": 0, "blocks": len(config.lead), "rest": rest}, len(config.pattern)
+    first = int(parts[1]) + begin[parts[0]] if in_layer else 0
 
     def placed(period: int, entry: Entry) -> Entry:
-        first = int(parts[1]) + begin.get(parts[0], config.num_layers - config.num_rest)
         name = f"model.layers.{first + period * width}.{entry.name}"
         return entry._replace(name=name, index=(period,) * stacked + entry.index)
 
     if has_experts and leaf.startswith("lora_"):
-        in_layer_shapes = {
-            name[start:]: shape[stacked:]
-            for name, shape in leaves.items()
-            if name[:start] == path[:start]
-        }
+        in_layer_leaves = (name for name in leaves if name[:start] == path[:start])
+        in_layer_shapes = {name[start:]: leaves[name][stacked:] for name in in_layer_leaves}
         entry = _adapter_of_experts(family, module, leaf, in_layer_shapes)
         return [placed(period, entry) for period in periods]
     leading = stacked + has_experts
     layer_shapes = {name: shape[leading:] for name, shape in leaves.items()}
     fused = config.fused_experts or family.interleaves_experts
-    turned = _turned_dims(config.attention, config.head_dim, module) if family.in_pairs else 0
+    mixers = (config.kinds[first].mixer, *config.attention) if family.in_pairs else ()
+    turned = _turned_dims(mixers, config.head_dim, module)
     entry = _tensor(family, path[:start], path[start:], layer_shapes, fused, turned)
     if entry is None:
         raise InputError(f'{path}: family "{config.family}" has no tensor for this parameter')
@@ -280,12 +278,18 @@ def _adapter_of_experts(
     )
 
 
-def _turned_dims(kinds: Sequence[AttentionKind], head_dim: int, module: str) -> int:
-    """The dimensions of a head that positions turn, of the outputs of a module in a layer."""
-    for kind in kinds:
-        turned = TURNED if kind.latent is None else TURNED_OF_LATENTS
-        if kind.rope is not None and module in turned:
-            return turned_dims(kind.rope, kind.positioned(head_dim))
+def _turned_dims(mixers: Iterable[AttentionKind | DeltaKind], head_dim: int, module: str) -> int:
+    """The dimensions of a head that positions turn, of the outputs of a module in a layer.
+
+    Args:
+      mixers: that of the layer, and those of all others: where it knows no position, any order
+        does, and theirs is taken.
+    """
+    for mixer in mixers:
+        if isinstance(mixer, AttentionKind) and mixer.rope is not None:
+            turned = TURNED if mixer.latent is None else TURNED_OF_LATENTS
+            if module in turned:
+                return turned_dims(mixer.rope, mixer.positioned(head_dim))
     return 0
 
 
