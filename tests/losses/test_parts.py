@@ -388,10 +388,10 @@ def test_a_part_reads_the_proximal_policy_if_its_loss_does_and_not_its_metrics_a
     sides = {"use": "by_sample", "field": "new", "then": "on_policy"}
     assert readers({**sides, "otherwise": "reinforce"}) == []
     assert readers({**sides, "otherwise": mask}) == ["surrogate by_sample"]
-    own = Surrogate("own", lambda tokens: (tokens.logp, {}), frozenset({"group_log_ratio"}))
-    assert readers(own) == []
+    plain = Surrogate("plain", lambda tokens: (tokens.logp, {}), frozenset({"group_log_ratio"}))
+    assert readers(plain) == []
     reads_group = lambda tokens: (tokens.logp * tokens.fields["group_log_ratio"], {})  # noqa: E731
-    assert readers(own._replace(compute=reads_group)) == ["surrogate own"]
+    assert readers(plain._replace(compute=reads_group)) == ["surrogate plain"]
     penalty = {"use": "reverse_kl_off_policy", "beta": 0.1}
     mine = Penalty("mine", lambda tokens: (jnp.exp(tokens.logp - tokens.proximal_logp), {}))
     names = ["penalty reverse_kl_off_policy", "penalty mine"]
