@@ -6,6 +6,7 @@ continues a file only if it would have written the same rows itself.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import functools
