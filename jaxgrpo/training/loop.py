@@ -131,12 +131,11 @@ def train(
         raise InputError(f'resume = {resume!r}: use "auto", or leave it out for a new run')
     check_on_step(on_step)
     own_code.forget_changed()
-    objects = rewards, advantage, tools, environment_factory, dataset
-    config = make_config(config, overrides, *objects, is_stored=rollouts is not None)
+    objects: dict[str, Any] = {"rewards": rewards, "advantage": advantage, "dataset": dataset}
+    objects |= {"tools": tools, "environment": environment_factory}
+    config = make_config(config, overrides, **objects, is_stored=rollouts is not None)
     line = process.start(config.mesh.platform, profile)
-    options: dict[str, Any] = {"rewards": rewards, "advantage": advantage, "dataset": dataset}
-    options |= {"rollouts": rollouts, "on_step": on_step, "profile": profile}
-    options |= {"tools": tools, "environment": environment_factory}
+    options = objects | {"rollouts": rollouts, "on_step": on_step, "profile": profile}
     return take(config, evaluator_for_run, resume=resume == "auto", devices_line=line, **options)
 
 

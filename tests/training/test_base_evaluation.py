@@ -19,7 +19,8 @@ from jaxgrpo.models.hf import folders
 from jaxgrpo.training import loop
 from jaxgrpo.training.fingerprints import evaluation_facts
 from jaxgrpo.training.processes import process
-from jaxgrpo.training.records.reading import evaluation_metrics
+from jaxgrpo.training.records.folder import RunFolder
+from jaxgrpo.training.records.reading import evaluation_metrics, read_metrics
 from jaxgrpo.training.setup import setup
 from jaxgrpo.training.stored_policy import evaluator_for_run, find_base
 
@@ -155,6 +156,32 @@ def test_a_step_in_whose_evaluation_the_scorer_fails_is_saved_and_evaluated_late
 
 def printed(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_further_change_of_questions_at_a_step_keeps_the_numbers_of_the_change_before(tmp_path):
+    with RunFolder(tmp_path) as run:
+        run.write_metrics(0, {"eval/accuracy": 0.5})
+        run.write_metrics(2, {"reward": 0.2, "eval/accuracy": 0.7})
+        prefixes = [run.replace_evaluations(2, {0: {"eval/accuracy": 0.25}}) for _ in range(2)]
+        run.add_evaluation(2, {"eval/accuracy": 0.375})
+        prefixes += [run.replace_evaluations(2, {0: {"eval/accuracy": 0.125}}) for _ in range(2)]
+        prefixes.append(run.replace_evaluations(2, {0: {"eval/accuracy": 0.0625}}))
+    assert prefixes == [f"eval_until_{name}/" for name in ("2", "2", "2_2", "2", "2_3")]
+    assert read_metrics(tmp_path) == [
+        {
+            "step": 0,
+            "eval/accuracy": 0.0625,
+            "eval_until_2/accuracy": 0.5,
+            "eval_until_2_2/accuracy": 0.25,
+            "eval_until_2_3/accuracy": 0.125,
+        },
+        {
+            "step": 2,
+            "eval_until_2/accuracy": 0.7,
+            "eval_until_2_2/accuracy": 0.375,
+            "reward": 0.2,
+        },
+    ]
 
 
 @pytest.mark.full

@@ -197,32 +197,6 @@ def test_evaluations_of_other_questions_are_put_aside_however_often_a_start_is_k
     ]
 
 
-def test_a_further_change_of_questions_at_a_step_keeps_the_numbers_of_the_change_before(tmp_path):
-    with RunFolder(tmp_path) as run:
-        run.write_metrics(0, {"eval/accuracy": 0.5})
-        run.write_metrics(2, {"reward": 0.2, "eval/accuracy": 0.7})
-        prefixes = [run.replace_evaluations(2, {0: {"eval/accuracy": 0.25}}) for _ in range(2)]
-        run.add_evaluation(2, {"eval/accuracy": 0.375})
-        prefixes += [run.replace_evaluations(2, {0: {"eval/accuracy": 0.125}}) for _ in range(2)]
-        prefixes.append(run.replace_evaluations(2, {0: {"eval/accuracy": 0.0625}}))
-    assert prefixes == [f"eval_until_{name}/" for name in ("2", "2", "2_2", "2", "2_3")]
-    assert read_metrics(tmp_path) == [
-        {
-            "step": 0,
-            "eval/accuracy": 0.0625,
-            "eval_until_2/accuracy": 0.5,
-            "eval_until_2_2/accuracy": 0.25,
-            "eval_until_2_3/accuracy": 0.125,
-        },
-        {
-            "step": 2,
-            "eval_until_2/accuracy": 0.7,
-            "eval_until_2_2/accuracy": 0.375,
-            "reward": 0.2,
-        },
-    ]
-
-
 def test_metrics_that_a_killed_start_rewrote_are_known_until_somebody_else_changes_them(tmp_path):
     """Evaluations are put aside before the next checkpoint is saved, which alone knows the metrics
     anew: a start that is killed between them, again and again, leaves what no checkpoint has."""

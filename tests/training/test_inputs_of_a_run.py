@@ -239,10 +239,10 @@ def test_rows_from_python_are_compared_too(tmp_path):
 @pytest.mark.slow
 def test_rows_from_python_replace_the_path_of_the_config(tmp_path):
     """Its evaluation is asked the same prompts then and later, and it is resumed as it began."""
-    asked = []
+    questions = []
 
     def score(prompts, completions):
-        asked.extend(prompts)
+        questions.extend(prompts)
         return [float(len(text) % 2) for text in completions]
 
     def train(steps):
@@ -258,12 +258,12 @@ def test_rows_from_python_replace_the_path_of_the_config(tmp_path):
     columns["data.answer"] = "gold"
     asking = {"eval.data": "task:arithmetic:test", "eval.prompts": 4, "eval.samples": 1}
     run = train(1)
-    in_run = {*asked} - {row["prompt"] for row in ROWS}
+    in_run = {*questions} - {row["prompt"] for row in ROWS}
     assert len(in_run) == 4
     assert files.load(run.path / "config.toml").data.path is None
-    asked.clear()
+    questions.clear()
     jaxgrpo.evaluate(run.path, scorer=score, samples=1)
-    assert {*asked} == in_run
+    assert {*questions} == in_run
     assert train(2).summary["step"] == 2
     rows.reverse()
     with pytest.raises(InputError, match=r"rows: 8 rows, crc32 .* unless given from Python"):
