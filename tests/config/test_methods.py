@@ -169,9 +169,12 @@ def test_what_python_brings_may_not_remember_flat_groups_that_are_refilled():
     band, total = advantages.mask_difficulty_band(), advantages.sum_rewards()
     inner = advantages.chain(band, name="inner")
     kl = 'loss.kl={use="k1_in_reward", target_validity=0.9}'
-    cases = [((total, band), band.name, ()), ((total, inner), "inner", ())]
-    cases.append(((total,), "add_kl_return_for_validity", (kl,)))
-    for steps, name, overrides in cases:
+    cases: dict[str, tuple[list[advantages.AdvantageTransform], list[str]]] = {
+        band.name: ([total, band], []),
+        "inner": ([total, inner], []),
+        "add_kl_return_for_validity": ([total], [kl]),
+    }
+    for name, (steps, overrides) in cases.items():
         transform = advantages.chain(*steps, advantages.subtract_group_mean())
         with pytest.raises(InputError, match=rf"^{name} remembers all groups, and rollout.refill"):
             make_chain(transform, *overrides, refills=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -195,7 +196,7 @@ def test_kernels_of_triton_are_lowered_for_a_gpu_that_is_not_here(name):
     (device,) = topologies.topology(name).devices
     place = jax.sharding.SingleDeviceSharding(device)
 
-    def array(*shape, dtype=jnp.bfloat16):
+    def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
     lines = Lines(array(2, 2, 64, 128), array(2, 2, 64, 128))
