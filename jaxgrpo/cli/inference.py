@@ -150,7 +150,7 @@ def _measure(
     keys, longest = config.eval, config.rollout.max_completion_tokens
     judge = resolve_judge(keys.scorer, config.rewards, longest, scorer, policy.world)
     anchor, train = None, config.train
-    progress = functools.partial(progress_after, num_prompts=0, num_rows=0, max_steps=train.steps)
+    progress = functools.partial(progress_after, max_steps=train.steps)
     name, answering = config.scorer_name, policy.converse
     questions = make_questions(keys, held_out, judge, name, progress, answering)
     if base_keys is not None:

@@ -414,9 +414,11 @@ def rollout_progress(rollouts: Prompts, num_rows: int, max_steps: int) -> Traine
     return step_progress(int(step), int(ordinal.min()), len(ordinal), num_rows, max_steps)
 
 
-def progress_after(step: int, *, num_prompts: int, num_rows: int, max_steps: int) -> TrainerState:
+def progress_after(
+    step: int, *, max_steps: int, num_prompts: int = 0, num_rows: int = 0
+) -> TrainerState:
     """The progress of a run behind a step, as evaluations have it: epochs are those of runs whose
-    steps each take the next `num_prompts` places of the prompt stream.
+    steps each take the next `num_prompts` places of the prompt stream; 0 where no run goes on.
 
     Args: as in `step_progress`.
     """

@@ -160,8 +160,8 @@ def _probe(
     say_dropped(console, held_out, config.rollout.max_prompt_tokens)
     longest, world = config.rollout.max_completion_tokens, policy.world
     judge = resolve_judge(config.eval.scorer, config.rewards, longest, reward, world)
-    steps, name, answering = config.train.steps, config.scorer_name, policy.converse
-    progress = functools.partial(progress_after, num_prompts=0, num_rows=0, max_steps=steps)
+    progress = functools.partial(progress_after, max_steps=config.train.steps)
+    name, answering = config.scorer_name, policy.converse
     questions = make_questions(config.eval, held_out, judge, name, progress, answering)
     if process.is_main():
         first, ends = questions.rows[0], policy.engine.settings.stop_tokens
