@@ -278,7 +278,7 @@ LINES = {
     "data": 2741,  # with four tasks of experiments, four of several turns, and reasoning-gym's
     "models": 8666,  # with kernels for GPUs, 8 bits, 2,600 of kinds, experts, latents and families
     "rewards": 2732,  # with two sandboxes, what runs in one of them, and forks for calls
-    "environments": 2798,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
+    "environments": 2812,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
     "rollout": 4764,  # with turns, samples that wait beside their slots, recorded experts
     "update": 2577,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
     "config": 2894,  # with tools and environments, other methods by name, scores of several models

@@ -73,21 +73,33 @@ _ARGUMENTS = ("arguments", "parameters")  # what they may be called in JSON
 
 
 class _Style(NamedTuple):
-    """A call between tags whose values are texts. `closing` and `further` are looked for in the
-    parts of a call that are no argument."""
+    """A call between tags whose values are texts. `opening`, `closing` and `further` are looked for
+    in the parts of a call that are no argument."""
 
     name: re.Pattern[str]
     argument: re.Pattern[str]
+    opening: re.Pattern[str]  # of an argument that nothing closes
     closing: re.Pattern[str] | None  # at the beginning of a part: what ends a call, beside its tag
     further: re.Pattern[str]  # the name of a second function
     nameless: str  # the problem of a call without a name
 
 
 _QWEN_XML = _Style(
-    _FUNCTION, _PARAMETER, re.compile(r"\s*</function>"), _FUNCTION, "it names no <function=...>"
+    name=_FUNCTION,
+    argument=_PARAMETER,
+    opening=re.compile("<parameter="),
+    closing=re.compile(r"\s*</function>"),
+    further=_FUNCTION,
+    nameless="it names no <function=...>",
 )
-_FURTHER_NAME = re.compile(r"\A\s*\w[^\s<>{}]*\s*\Z")
-_GLM = _Style(_NAME, _PAIR, None, _FURTHER_NAME, "it begins with no name")
+_GLM = _Style(
+    name=_NAME,
+    argument=_PAIR,
+    opening=re.compile("<arg_(?:key|value)>"),
+    closing=None,
+    further=re.compile(r"\A\s*\w[^\s<>{}]*\s*\Z"),
+    nameless="it begins with no name",
+)
 
 
 def hermes(text: str) -> Reading:
@@ -140,6 +152,8 @@ def _from_texts(part: str, is_closed: bool, style: _Style) -> Call:
         return unreadable(style.nameless)
     if any(map(style.further.search, rests)):
         return unreadable("it names several functions: write each between tags of its own")
+    if any(map(style.opening.search, rests)):
+        return unreadable("an argument of it is not closed")
     arguments = dict(zip(pieces[1::3], pieces[2::3], strict=True))
     return Call(match.group(1).strip(), arguments, is_text=True)
 

@@ -103,14 +103,34 @@ def test_tags_that_nothing_closes_are_read_in_time_that_grows_with_their_number(
             assert time.monotonic() - began < 1, (opening, tag)
 
 
-def test_spaces_around_a_call_are_no_part_of_it_and_an_open_argument_takes_no_other_with_it():
+def test_spaces_around_a_call_are_no_part_of_it_and_those_of_a_value_are():
     assert glm("<tool_call>\n f\n</tool_call>").calls == [Call("f", {}, is_text=True)]
-    text = "<tool_call>f<arg_key>a</arg_key><arg_value>1<arg_key>b</arg_key><arg_value> <arg_x>"
-    (call,) = glm(f"{text}</arg_value></tool_call>").calls
-    assert call.arguments == {"b": " <arg_x>"}
-    text = "<tool_call><function=f><parameter=a>1<parameter=b>\n\n2\n\n</parameter></tool_call>"
-    (call,) = qwen_xml(text).calls
-    assert call.arguments == {"b": "\n2\n"}
+    text = "<tool_call>f<arg_key>b</arg_key><arg_value> <arg_x></arg_value></tool_call>"
+    assert glm(text).calls[0].arguments == {"b": " <arg_x>"}
+    text = "<tool_call><function=f><parameter=b>\n\n2\n\n</parameter></tool_call>"
+    assert qwen_xml(text).calls[0].arguments == {"b": "\n2\n"}
+
+
+CLOSED = {
+    "qwen_xml": "<function=f><parameter=b>2</parameter>",
+    "glm": "f<arg_key>b</arg_key><arg_value>2</arg_value>",
+}
+OPEN = {
+    "qwen_xml": "<function=f><parameter=a>1",
+    "glm": "f<arg_key>a</arg_key><arg_value>1",
+}
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_a_call_does_not_run_without_an_argument_that_nothing_closes(name):
+    further = CLOSED[name].removeprefix("<function=f>").removeprefix("f")
+    begun = OPEN[name].removeprefix("<function=f>").removeprefix("f")
+    function = "</function>" * (name == "qwen_xml")
+    for written in (OPEN[name], OPEN[name] + further, CLOSED[name] + begun):
+        (call,) = FORMATS[name](f"<tool_call>{written}{function}</tool_call>").calls
+        assert call.problem == "a tool call that cannot be read: an argument of it is not closed"
+    (call,) = FORMATS[name](f"<tool_call>{CLOSED[name]}{function}</tool_call>").calls
+    assert call == Call("f", {"b": "2"}, is_text=True)
 
 
 @pytest.mark.parametrize(
