@@ -11,7 +11,9 @@ import numpy as np
 
 from jaxgrpo.core.errors import InputError
 
-MARGIN = 4  # tokens decoded in front, since the first of a text may be written without its space
+SPLIT = 3  # bytes of a character that may stand before its last, or behind its first
+MARGIN = SPLIT + 1  # tokens decoded in front: these, and a first one, written without its space
+UNREADABLE = "\ufffd"  # how tokenizers write bytes that are no text
 
 
 class StopStrings:
@@ -32,25 +34,52 @@ class StopStrings:
     def end(self, tokens: np.ndarray, num_searched: int, fewest: int = 0) -> int | None:
         """The number of tokens [n] after which the sample ends; None: it goes on.
 
+        The first n where the text of the first n tokens holds a string, looked for at once or piece
+        by piece.
+
         Args:
           num_searched: of the tokens, those that an earlier call has looked at and found no end in.
           fewest: tokens that a sample has at least. A string that is complete before ends it there.
         """
-        begin = max(0, num_searched - self.bytes - MARGIN) if num_searched >= fewest else 0
-        if len(tokens) < fewest or not self._is_in(tokens[begin:]):
-            return None
-        first = max(num_searched + 1, fewest)
-        for count in range(first, len(tokens) + 1):
-            # What the last token completes is in the last tokens; only the first text is longer.
-            if count > first:
-                begin = max(begin, count - self.bytes - MARGIN)
-            if self._is_in(tokens[begin:count]):
+        first, total, width = max(num_searched + 1, fewest), len(tokens), self.bytes + MARGIN
+        # A string that is complete before `fewest` may be unreadable until a character ends.
+        begin = max(0, num_searched - width) if num_searched >= fewest + SPLIT else 0
+        unsearched = first
+        for count in range(total, max(first, total - SPLIT) - 1, -1):
+            if (is_in := self._look(tokens, begin, count)) is not None:
+                unsearched = first if is_in else count + 1
+                break
+        for count in range(unsearched, total + 1):
+            # What the last token completes is in the last tokens; only the first texts are longer.
+            if count > first + SPLIT:
+                begin = max(begin, count - width)
+            # Behind bytes that are no text the last tokens may hold a string that the text lacks.
+            if self._look(tokens, begin, count) and self._is_in(tokens[:count]):
                 return count
         return None
 
+    def _look(self, tokens: np.ndarray, begin: int, end: int) -> bool | None:
+        """Whether tokens[begin:end] hold a string, False: nor do the first of them; None: they do
+        not, and the first of them may, since bytes that are no text stand among them.
+
+        Llama 2's tokenizer, and others that write bytes by ByteFallback, make UNREADABLE of all
+        bytes in a row if they are no text together. Where the tokens begin within a character, its
+        last bytes are left out.
+        """
+        for lead in range(SPLIT + 1 if begin else 1):
+            text = self._text(tokens[begin + lead : end])
+            if any(string in text for string in self.strings):
+                return True
+            if UNREADABLE not in text:
+                return False
+        return None
+
     def _is_in(self, tokens: np.ndarray) -> bool:
-        text = self.tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
+        text = self._text(tokens)
         return any(string in text for string in self.strings)
+
+    def _text(self, tokens: np.ndarray) -> str:
+        return self.tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
 
 
 class EarlyStop(NamedTuple):

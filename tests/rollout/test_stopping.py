@@ -48,6 +48,22 @@ def byte_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
+def fallback_tokenizer():
+    """A tokenizer of Llama 2's kind: token n below 256 is byte n, and characters that are no tokens
+    are written by these."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "a": 257}
+    backend = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
 def test_rewards_get_the_text_in_which_stop_strings_are_found():
     """A tokenizer of Llama 3's kind would take out the space: "1. 2"."""
     backend = Tokenizer(
@@ -69,14 +85,35 @@ def test_the_end_is_the_token_that_completes_the_first_string():
     assert stop.end(tokens, 0, fewest=len(tokens)) == len(tokens)
 
 
+def test_bytes_in_a_row_neither_hide_nor_hold_a_stop_string():
+    tokenizer = fallback_tokenizer()
+    stop = StopStrings(tokenizer, ["\n"])
+    tokens = np.asarray(tokenizer("a繁體\n字字字字")["input_ids"])
+    assert {stop.end(tokens[:size], 7) for size in range(8, 21)} == {8}
+    malformed = np.array([0xFF, *[ord("\n")] * 20])  # its text is 21 times U+FFFD
+    assert {stop.end(malformed, searched) for searched in range(20)} == {None}
+
+
 @pytest.mark.parametrize("fewest", [0, 50])
-def test_looking_piece_by_piece_finds_the_same_end(fewest):
-    tokenizer, random = byte_tokenizer(), np.random.default_rng(0)
-    stop = StopStrings(tokenizer, ["aé", "</x"])
-    pieces = tokenizer("aéb</x>é")["input_ids"]
+@pytest.mark.parametrize(
+    ("make", "text", "strings"),
+    [
+        (byte_tokenizer, "aéb</x>é", ["aé", "</x"]),
+        (fallback_tokenizer, "繁體❤️\n字 a", ["\n體\n", "\na"]),
+    ],
+    ids=["bytes", "characters or bytes"],
+)
+def test_looking_piece_by_piece_finds_the_same_end(make, text, strings, fewest):
+    """Of all its tokens in any order, and of its characters in any order with some stray bytes."""
+    tokenizer, random = make(), np.random.default_rng(0)
+    stop = StopStrings(tokenizer, strings)
+    single = [[token] for token in tokenizer(text)["input_ids"]]
+    characters = [tokenizer(letter)["input_ids"] for letter in text] * 5 + single[:1]
     ends = 0
-    for _ in range(60):
-        tokens = random.choice(pieces, 200)
+    for trial in range(60):
+        pieces = single if trial % 2 else characters
+        places = random.integers(0, len(pieces), 200)
+        tokens = np.concatenate([pieces[place] for place in places])[:200]
         sizes = range(max(1, fewest), 201)
         prefixes = (n for n in sizes if stop.end(tokens[:n], n - 1, fewest) == n)
         texts = (n for n in sizes if stop._is_in(tokens[:n]))
@@ -93,8 +130,8 @@ def test_looking_piece_by_piece_finds_the_same_end(fewest):
 def test_the_work_of_a_search_grows_with_the_tokens_and_not_with_their_square():
     tokenizer, sizes = byte_tokenizer(), []
     stop = StopStrings(tokenizer, ["</x"])
-    is_in = stop._is_in
-    stop._is_in = lambda tokens: sizes.append(len(tokens)) or is_in(tokens)
+    text = stop._text
+    stop._text = lambda tokens: sizes.append(len(tokens)) or text(tokens)
     tokens = np.asarray(tokenizer("a" * 2000 + "</x")["input_ids"])
     assert stop.end(tokens, 0) == len(tokens) == 2003
     assert sum(sizes) < 10 * len(tokens)
