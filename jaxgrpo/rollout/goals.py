@@ -82,11 +82,19 @@ def make_goals(
 
 
 def _names(texts: Sequence[str]) -> tuple[str, ...]:
-    """The letters of each text; its number where they do not tell it from the others."""
-    names = [re.sub(r"\W+", "_", text).strip("_") for text in texts]
-    return tuple(
-        name if name and names.count(name) == 1 else str(place) for place, name in enumerate(names)
+    """The letters of each text; its number where they do not tell it from the others, and the
+    numbers of all where one is the letters of another.
+
+    >>> _names(["<high>", "<low>", "+"]), _names(["<1>", "<0>", "<-1>"])
+    (('high', 'low', '2'), ('0', '1', '2'))
+    """
+    letters = [re.sub(r"\W+", "_", text).strip("_") for text in texts]
+    numbers = tuple(map(str, range(len(texts))))
+    names = tuple(
+        name if name and letters.count(name) == 1 else number
+        for name, number in zip(letters, numbers, strict=True)
     )
+    return names if len({*names}) == len(names) else numbers
 
 
 def with_goals(select: Select, goals: Goals, group_size: int) -> Select:

@@ -44,6 +44,22 @@ def test_goals_are_drawn_by_their_shares_whatever_else_is_drawn():
 
 
 @pytest.mark.parametrize(
+    ("texts", "names"),
+    [
+        (["7 ", "7=", "9"], ("0", "1", "9")),  # the letters of two goals
+        (["=1", "=0", "+1"], ("0", "1", "2")),  # those of one are another's number
+    ],
+)
+def test_each_goal_has_a_name_of_its_own_in_metrics(texts, names):
+    goals = make_goals(dict.fromkeys(texts, 1), TOKENIZER, 8, seed=5)
+    assert goals is not None
+    assert goals.names == names
+    advantage = np.zeros((8, 4))
+    values = goal_metrics(goals, np.arange(8), advantage, advantage == 0, advantage)
+    assert sum(value for name, value in values.items() if name.endswith("/share")) == 1
+
+
+@pytest.mark.parametrize(
     ("shares", "message"),
     [
         ({"7": 0.0}, "'7' = 0.0: expected how often it is drawn, a number above 0"),
