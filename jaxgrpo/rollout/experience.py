@@ -79,7 +79,8 @@ def choose_rows(
     while rows and len(rows_drawn) < number:
         counts = np.array([*rows.values()])
         buckets, sizes = np.unique(counts, return_counts=True)
-        weights = np.exp(-((buckets - group_size / 2) ** 2) / 2)
+        exponents = -((buckets - group_size / 2) ** 2) / 2
+        weights = np.exp(exponents - exponents.max())  # in large groups all could be 0
         share = (weights / weights.sum() / sizes)[np.searchsorted(buckets, counts)]
         # By a draw in [0, 1): what NumPy makes of one may change, the draw may not.
         place = int(np.searchsorted(np.cumsum(share), random.random() * share.sum(), "right"))

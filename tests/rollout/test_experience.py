@@ -56,6 +56,15 @@ def test_rows_come_again_as_often_as_their_buckets_say():
     assert choose_rows(nothing, 3, G, random).tolist() == []
 
 
+def test_rows_far_from_half_right_come_again_in_large_groups_too():
+    experience = no_experience(4, STEPS, 4)._replace(row=np.arange(4, dtype=np.int32))
+    experience = experience._replace(successes=np.ones(4, np.int32))
+    random = np.random.default_rng(0)
+    with np.errstate(all="raise"):  # exp(-39^2 / 2) is 0
+        drawn = [int(choose_rows(experience, 1, 80, random)[0]) for _ in range(4000)]
+    np.testing.assert_allclose(np.bincount(drawn, minlength=4), 1000, atol=4 * np.sqrt(750))
+
+
 def judged(rewards, rows, step=0, replayed=(), truncated=()):
     """Rollouts of rows with rewards [P, G]; those at `replayed` are of earlier steps."""
     rewards = np.asarray(rewards, np.float32)
