@@ -95,7 +95,8 @@ def make_selector(
         if prefixes is not None:
             tokens = prefixes.tokens(stream.prompt_policy_state, ordinals, rows)
         prompts = pad_prompts(tokens, width, ordinals, rows, step)
-        cursor = np.asarray(ordinals.max() + 1, np.int32)
+        # A policy may choose earlier places alone, and later ones must not come twice for that.
+        cursor = np.asarray(max(int(stream.cursor), int(ordinals.max()) + 1), np.int32)
         return dataclasses.replace(stream, cursor=cursor), prompts
 
     return select

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jaxgrpo.core.types import Stream
+from jaxgrpo.rollout.judging import make_selector
 from jaxgrpo.rollout.selection import pad_prompts, row_of, sequential
 
 
@@ -82,6 +84,15 @@ def test_a_row_drawn_twice_in_one_step_has_two_ordinals():
     prompts = padded_prompts(np.arange(4, dtype=np.int32), tokens, seed=0, step=0, width=1)
     assert sorted(np.asarray(prompts.row).tolist()) == [0, 0, 1, 1]
     assert np.asarray(prompts.ordinal).tolist() == [0, 1, 2, 3]
+
+
+def test_the_cursor_does_not_go_back_with_a_policy_that_takes_earlier_places():
+    again = np.array([0, 1], np.int32)
+    policy = sequential()._replace(name="again", select=lambda state, cursor, n: again)
+    select = make_selector(policy, [np.array([5], np.int32)] * 4, 2, 4, seed=0)
+    state = {"cursor": np.asarray(10, np.int32), "key": np.zeros(2, np.uint32)}
+    stream, prompts = select(Stream(**state, prompt_policy_state={}), 0)
+    assert (int(stream.cursor), prompts.ordinal.tolist()) == (10, [0, 1])
 
 
 def test_a_prompt_that_does_not_fit_is_never_cut():
