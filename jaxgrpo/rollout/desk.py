@@ -43,8 +43,8 @@ class Desk:
     Args:
       engine: whose settings have max_turns = 2 or more, so that requests come at any time, and
         own_rows, so that further tokens may be computed in chunks.
-      width: tokens that the engine takes as a prompt; of a longer one the end counts as a sample's
-        beginning, so that a completion behind it may have fewer.
+      width: tokens that the engine takes as a prompt; the end of a longer one takes the room of a
+        sample, so that a completion behind it may have fewer.
       places: samples under way at once; further ones wait.
       tokenizer: writes the text in which stop strings are looked for.
       seed: of queries that give none.
@@ -117,6 +117,7 @@ class Desk:
                         key,
                         wish.is_greedy,
                         chunked=bool(offset),
+                        prompt_tail=offset,
                     )
                 )
         return requests

@@ -88,6 +88,9 @@ class Request(NamedTuple):
     state: State = None  # of `SamplingSettings.answering`, as `Rules.reset` gives it
     drawn: int = 0
     """how many of the last tokens were drawn, in another sample: a stop string may begin in them"""
+    prompt_tail: int = 0
+    """how many of `offset` are the end of a prompt that no row has room for: they take the sample's
+    room, and its first token comes behind them"""
 
 
 class Answered(NamedTuple):

@@ -13,10 +13,13 @@ import tiny
 from lettering import Letters
 
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.environments.serving.dialect import Prompted
+from jaxgrpo.environments.serving.fields import Wish
 from jaxgrpo.models import decoder, sharding
 from jaxgrpo.models.api import AttentionKind, LayerKind
 from jaxgrpo.models.sequences import call_alone
 from jaxgrpo.rollout.batch import Batch
+from jaxgrpo.rollout.desk import Desk
 from jaxgrpo.rollout.engine import Request, SamplingSettings
 from jaxgrpo.rollout.slots import capacity, decoding, driver, replying, table
 from jaxgrpo.rollout.slots.capacity import Sizes
@@ -269,13 +272,31 @@ def test_tokens_in_chunks_are_refused_where_the_settings_have_none(changes, reas
         engine.submit([request._replace(tokens=tokens, offset=1, limit=3, chunked=True)])
 
 
-@pytest.mark.full
-def test_the_fewest_tokens_count_those_that_a_row_holds():
+@pytest.mark.parametrize(
+    ("prompt_tail", "end"), [(0, 2), (5, -1)], ids=["the sample's", "the prompt's"]
+)
+def test_the_fewest_tokens_count_those_of_the_sample_that_a_row_holds(prompt_tail, end):
     strings = StopStrings(Letters(), ["FG"])
     sampling = settings(stop_strings=strings, own_rows=True, min_completion_tokens=6)
     request = Request(0, 0, np.arange(8, dtype=np.int32), 5, LIMIT, np.asarray(KEY), chunked=True)
+    request = request._replace(prompt_tail=prompt_tail)
     samples = table.Table(Sizes.for_prompts(1, 1, 1, 1, WIDTH, STEPS), sampling, "cpu")
     samples.add(table.group_requests([request]))
     samples.enter(0)
     drawn = sharding.to_host(Drawn(jnp.array([[3]]), jnp.array([[[-1, 5, 6, 7]]])))
-    assert samples.stops(drawn, 0).tolist() == [[2]]
+    assert samples.stops(drawn, 0).tolist() == [[end]]
+
+
+@pytest.mark.slow
+def test_a_desk_draws_the_fewest_tokens_behind_a_prompt_of_any_length():
+    sampling = settings(own_rows=True, min_completion_tokens=12)
+    desk = Desk(SlotEngine(tiny.model(), sampling, width=WIDTH), WIDTH, 8, Letters(), seed=0)
+    desk.open(tiny.params(), 0)
+    try:
+        prompt = [*range(3, 3 + WIDTH + 11)]
+        (completions,) = desk.draw(Prompted(Wish([prompt], 64, STEPS - 11, False, seed=1)))
+    finally:
+        desk.close()
+    lengths = [len(completion.tokens) for completion in completions if completion.finish == "stop"]
+    assert lengths
+    assert min(lengths) > 12

@@ -234,7 +234,8 @@ class Table:
         for place, (group, request) in new.items():
             self._await_strings(place, request, segment)
             self._begin[place] = len(request.tokens) - len(group.prompt)
-            self._start[place] = request.offset - self._begin[place]
+            before = request.offset - request.prompt_tail
+            self._start[place] = before - self._begin[place]
         return self._entries(new) if new else None
 
     def fill(self, rows: Rows) -> list[list[Filling]] | None:
