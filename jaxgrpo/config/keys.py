@@ -203,7 +203,7 @@ class TreeKeys:
 
     branch: str | None = key(None, choices=("uniform", "surprise", "segment"))  # None: none do
     trees: int = key(2, at_least=1)  # chains that are drawn first
-    nodes: int = key(2, at_least=1)  # that each tree branches at, in each round
+    nodes: int = key(2, at_least=1)  # that each tree branches at, in each round; not of "segment"
     continuations: int = key(1, at_least=1)  # of each of them
     rounds: int = key(1, at_least=0)
     segment: int = key(16, at_least=1)  # tokens between nodes; not of "surprise"

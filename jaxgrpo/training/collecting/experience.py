@@ -66,8 +66,8 @@ def with_experience(
         return source
     if run_inputs.replay:
         raise InputError(
-            f"experience.share = {keys.share:g}: a replay trains on what its files hold; leave it "
-            "out"
+            f"experience.share = {keys.share:g}: a replay trains on what its files hold; leave the "
+            "table experience out of the config, in a copy of it that you give by --config"
         )
     prompts, pretrained = run_inputs.prompts, run_inputs.pretrained
     weights = {reward.name: reward.weight for reward in rewards}
