@@ -279,9 +279,9 @@ LINES = {
     "models": 8666,  # with kernels for GPUs, 8 bits, 2,600 of kinds, experts, latents and families
     "rewards": 2732,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2812,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
-    "rollout": 4764,  # with turns, samples that wait beside their slots, recorded experts
+    "rollout": 4786,  # with turns, samples that wait beside their slots, recorded experts
     "update": 2577,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
-    "config": 2894,  # with tools and environments, other methods by name, scores of several models
+    "config": 2899,  # with tools and environments, other methods by name, scores of several models
     "evaluation": 784,  # with how two judgements agree
     "training": 8958,  # 127 of it faults around a run; conversations, damaged runs, sampled memory
     "planning": 1866,  # 110 of it what compiled programs move, which benchmarks had
