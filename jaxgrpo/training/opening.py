@@ -161,9 +161,8 @@ def refuse_other_config(place: Place, text: str | None, config: Config) -> tuple
             + "\n  ".join(difference)
             + "\nset them back, or set run.dir to another folder"
         )
-    process.broadcast(
-        lambda: parameters.refuse_unwritable(config.bases, config.lora.rank > 0, place)
-    )
+    has_adapters = bool(config.lora.rank or config.lora.path)
+    process.broadcast(lambda: parameters.refuse_unwritable(config.bases, has_adapters, place))
     return config, last_config
 
 

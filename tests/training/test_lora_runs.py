@@ -98,6 +98,18 @@ def test_a_run_in_whose_folder_its_base_is_in_the_way_is_refused_at_its_start(tm
         jaxgrpo.train(small_run.config(tmp_path / "run", **changes), resume="auto")
 
 
+@pytest.mark.slow
+def test_a_run_in_whose_folder_its_adapter_is_in_the_way_is_refused_at_its_start(
+    finished, tmp_path
+):
+    adapter = tmp_path / "run" / "adapter"
+    shutil.copytree(finished.path / "adapter", adapter)
+    with pytest.raises(InputError, match="adapter, from which this run was trained"):
+        jaxgrpo.train(
+            small_run.config(tmp_path / "run", **{"lora.path": str(adapter)}), resume="auto"
+        )
+
+
 @pytest.mark.full
 def test_a_resumed_run_ends_as_the_uninterrupted_one(finished, tmp_path):
     changes = {**LORA, "train.steps": 2}
