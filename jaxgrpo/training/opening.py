@@ -142,7 +142,7 @@ def refuse_moved(source: Path | None, path: str) -> None:
 def refuse_other_config(place: Place, text: str | None, config: Config) -> tuple[Config, Config]:
     """A run goes on only with the config it began with, but for keys that may change.
 
-    Nor may it write its model over its base.
+    Nor may it write its model over its base, or its config over a file of the user's.
 
     Args:
       text: the config.toml of the run folder `place`; None: there is none yet.
@@ -152,6 +152,8 @@ def refuse_other_config(place: Place, text: str | None, config: Config) -> tuple
     last_config = config
     if text is not None:
         last_config = configs.from_text(text, str(place / "config.toml"))
+        is_written = text == configs.to_toml(last_config)
+        process.broadcast(lambda: None if is_written else refuse_config_without_run(place))
     if None in (config.data.template_time, last_config.data.template_time):
         config = config.at_time(last_config.data.template_time)
     difference = configs.resume_difference(last_config, config)
@@ -164,6 +166,18 @@ def refuse_other_config(place: Place, text: str | None, config: Config) -> tuple
     has_adapters = bool(config.lora.rank or config.lora.path)
     process.broadcast(lambda: parameters.refuse_unwritable(config.bases, has_adapters, place))
     return config, last_config
+
+
+def refuse_config_without_run(place: Place) -> None:
+    """Raises: InputError where no run has begun in a folder, so that its config.toml is a file of
+    the user's, which a run would replace. A run has its checkpoints' folder before its config."""
+    if storage.is_url(place):  # a bucket has no empty folders
+        return
+    if not any((place / name).exists() for name in ("checkpoints", "metrics.jsonl")):
+        raise InputError(
+            f"{place / 'config.toml'}: no run has begun in this folder, and the config of a run "
+            f"would replace the file: set run.dir to another folder, such as {place / 'run'}"
+        )
 
 
 def refuse_to_forget(place: Place, path: Place, most_steps: int) -> None:

@@ -22,6 +22,7 @@ from jaxgrpo.core.types import Waiting
 from jaxgrpo.planning import preview
 from jaxgrpo.rollout.refill import no_groups
 from jaxgrpo.training import fingerprints, loop, opening
+from jaxgrpo.training.records.folder import RunFolder
 from jaxgrpo.training.setup import Shared, setup
 from jaxgrpo.update.packing import Geometry
 
@@ -80,6 +81,25 @@ def test_the_config_of_a_run_that_was_moved_begins_no_other_run(tmp_path, monkey
         refuse(files.load(moved / "config.toml", [f"run.dir={folder}"]))
     moved.joinpath("config.toml").rename(tmp_path / "config.toml")
     refuse(files.load(tmp_path / "config.toml"))
+
+
+def test_a_config_of_the_users_in_the_folder_of_a_run_is_refused_and_stays(tmp_path):
+    """That of a start which was killed before its first line is the run's."""
+    file = tmp_path / "r" / "config.toml"
+    file.parent.mkdir()
+    file.write_text(f"# mine\n{files.to_toml(small_run.config(tmp_path / 'r'))}")
+    before = file.read_bytes()
+    for start in (
+        lambda: preview.dry_run(files.load(file), resume=True),
+        lambda: loop.train(file, resume="auto"),
+        lambda: loop.train(file, resume="auto", train={"seed": 5}),
+    ):
+        with pytest.raises(InputError, match=f"{file}: no run has begun .* as {tmp_path}/r/run"):
+            start()
+        assert file.read_bytes() == before
+    with RunFolder(tmp_path / "k") as folder:
+        folder.rewind(None)
+    opening.refuse_config_without_run(tmp_path / "k")
 
 
 @pytest.fixture(scope="module")
