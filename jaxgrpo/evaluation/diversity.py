@@ -19,6 +19,9 @@ SHARE = "eval/format/"
 COLLAPSED = 0.9
 """The share of one format from which on the others count as lost; ours."""
 
+MEASURES = (brier, ece, auroc)
+STATED = ("confidence/stated", "confidence/mean", *(measure.__name__ for measure in MEASURES))
+
 Texts = Sequence[Sequence[str]]
 """[N][n] completions of N prompts"""
 
@@ -135,8 +138,20 @@ def stated_metrics(texts: Texts, success: np.ndarray, scored: np.ndarray) -> dic
     confidence = np.array([value or 0.0 for value in stated_values], np.float32)
     mask = has_confidence & scored.ravel()
     arrays = jnp.asarray(confidence), jnp.asarray(success.ravel()), jnp.asarray(mask)
-    return {
-        "confidence/stated": float(has_confidence.mean()),
-        "confidence/mean": float(confidence[has_confidence].mean()),
-        **{measure.__name__: float(measure(*arrays)) for measure in (brier, ece, auroc)},
-    }
+    shares = has_confidence.mean(), confidence[has_confidence].mean()
+    values = *shares, *(measure(*arrays) for measure in MEASURES)
+    return dict(zip(STATED, map(float, values), strict=True))
+
+
+def absent_metrics(formats: Iterable[str]) -> tuple[str, ...]:
+    """The metrics that an evaluation lacks where no sample has a format, or states a confidence.
+
+    Args:
+      formats: names of `eval.formats`.
+
+    >>> absent_metrics(["box"])[:3]
+    ('format/box/accuracy', 'format/other/accuracy', 'confidence/stated')
+    """
+    names = [*formats]
+    names += [OTHER_FORMAT] if names else []
+    return (*(f"format/{name}/accuracy" for name in names), *STATED)

@@ -23,6 +23,7 @@ from jaxgrpo.advantages.streams import sums_scored
 from jaxgrpo.core.errors import InputError, differing_names, one_line
 from jaxgrpo.core.types import Learner, Params, Rollouts, Stream
 from jaxgrpo.data.limits import ending_forks, restoring_process
+from jaxgrpo.evaluation.diversity import absent_metrics
 from jaxgrpo.evaluation.evaluate import Evaluate
 from jaxgrpo.models import sharding
 from jaxgrpo.rewards.protocol import RewardError
@@ -347,12 +348,13 @@ class Evaluations:
                 self.progress.replace_best(number, value)
 
     def refuse_unknown(self, metrics: Mapping[str, Any]) -> None:
-        """Raises: InputError where the evaluation of the base has no metric of the name by which
-        steps are compared, or resets decided."""
+        """Raises: InputError where no evaluation has a metric of the name by which steps are
+        compared, or resets decided. That of the base may lack some that later ones have."""
         config = self.opened.run.config
-        refuse_unknown_best(config.checkpoint.keep_best, metrics)
+        names = {*metrics, *absent_metrics(config.eval.formats)}
+        refuse_unknown_best(config.checkpoint.keep_best, names)
         if config.reference.reset_patience:
-            refuse_unknown_best(config.reference.reset_metric, metrics, "reference.reset_metric")
+            refuse_unknown_best(config.reference.reset_metric, names, "reference.reset_metric")
 
     def evaluate_base(self, learner: Learner, step: int) -> None:
         """Evaluates the base before the first step, and again where something else is asked now.

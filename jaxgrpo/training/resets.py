@@ -166,13 +166,13 @@ def is_due(
 
 
 def refuse_unknown_best(
-    metric: str | None, metrics: Mapping[str, float], key: str = "checkpoint.keep_best"
+    metric: str | None, names: Set[str], key: str = "checkpoint.keep_best"
 ) -> None:
-    """Raises InputError where a key names no metric of the evaluation, whose names are bare."""
-    if metric is not None and metric.removeprefix("eval/") not in metrics:
+    """Raises InputError where a key names no metric of evaluations; `names` are bare."""
+    if metric is not None and metric.removeprefix("eval/") not in names:
         raise InputError(
             f'{key} = "{metric}": the evaluation has no such metric; '
-            + suggest(metric, [f"eval/{name}" for name in metrics])
+            + suggest(metric, [f"eval/{name}" for name in names])
         )
 
 

@@ -251,6 +251,27 @@ def test_an_evaluation_without_the_metric_of_the_best_step_is_none_of_the_best(t
     assert run.metrics[-1]["step"] == 3
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["format/sum/accuracy", "format/other/accuracy", "brier"])
+def test_the_evaluation_of_the_base_may_lack_the_metric_of_the_best_step(name, tmp_path):
+    """As where it writes no sum, or nothing else, or states no confidence."""
+    unread: Any = None
+
+    def evaluator(run):
+        def evaluate(params, key, step, **options):
+            values = {"accuracy": 0.5, "accuracy/low": 0.4, "accuracy/high": 0.6}
+            return Evaluation(values | ({} if step == 0 else {name: step / 8}), unread, unread)
+
+        return evaluate
+
+    keys = {**EVAL, "eval.every": 1, "eval.formats": {"sum": "[+]"}, "train.steps": 2}
+    keys["checkpoint.keep_best"] = f"eval/{name}"
+    keys |= {"reference.reset_patience": 1, "reference.reset_metric": f"eval/{name}"}
+    keys["loss.kl"] = {"use": "k2", "beta": 0.01}
+    run = loop.take(small_run.config(tmp_path / "r", **keys), evaluator)
+    assert run.summary["best"] == {"step": 2, f"eval/{name}": 0.25}
+
+
 def test_what_is_asked_is_told_apart_by_rows_scorer_and_samples_and_not_by_the_name_of_a_file(
     tmp_path,
 ):
