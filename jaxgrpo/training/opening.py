@@ -289,10 +289,14 @@ def begin_folder(run: Setup, folder: RunFolder, step: int | None) -> Path | None
 
 
 def record(run: Setup, folder: RunFolder) -> None:
-    """Writes what a run is made from: its config, own code and the files that it replays."""
+    """Writes what a run is made from: its config, own code and the files that it replays.
+
+    What run.allow_changes permits is permitted to this start alone.
+    """
     if run.inputs.replay:
         folder.write_replay(to_json(run.inputs.replay))
-    folder.write_config(configs.to_toml(run.config))
+    lasting_keys = dataclasses.replace(run.config.run, allow_changes=())
+    folder.write_config(configs.to_toml(dataclasses.replace(run.config, run=lasting_keys)))
     folder.copy_code(run.config.own_files)
 
 

@@ -231,6 +231,7 @@ def test_a_dry_run_continues_from_the_step_that_a_run_would_or_is_refused_as_tha
 
 @pytest.mark.full
 def test_the_same_files_and_an_allowed_change_continue(begun, capsys):
+    """Which is allowed once: a second one is refused, with the config of the run too."""
     preview.dry_run(config(begun, 2), resume=True)
     notice = "r, from step 1: rows, template, tokenizer, base and code are the same"
     assert notice in capsys.readouterr().out
@@ -239,6 +240,11 @@ def test_the_same_files_and_an_allowed_change_continue(begun, capsys):
     loop.train(config(begun, 2), resume="auto")
     change_code(begun)
     loop.train(config(begun, 3, **{"run.allow_changes": ["code"]}), resume="auto")
+    assert files.load(begun / "r" / "config.toml").run.allow_changes == ()
+    change_helper(begun)
+    with pytest.raises(InputError, match=r"\n  code: helper\.py"):
+        loop.train(begun / "r" / "config.toml", resume="auto", train={"steps": 4})
+    (begun / "helper.py").write_text(HELPER)
     loop.train(config(begun, 4), resume="auto")  # compares with what was read last
     assert len(small_run.metrics(begun / "r")) == 4
 
