@@ -37,7 +37,6 @@ def quickstart(
     """
     from jaxgrpo.config import files
     from jaxgrpo.models.hf import families, folders
-    from jaxgrpo.training import loop
 
     options = {} if family is None else {"family": family}
     if family is not None:
@@ -61,7 +60,7 @@ def quickstart(
             f"quickstart --family {family}: {base} is a {base_family}: remove it, or name another "
             "folder with --set model.path=..."
         )
-    run = loop.train(config, resume="auto")
+    run = _train(config, resume="auto")
     if as_json:
         return Document(run.summary)
     _show(console, run.path, run.summary)
@@ -78,7 +77,6 @@ def train(
     """Trains, or prints what would be trained. Returns the exit code."""
     from jaxgrpo.config import files
     from jaxgrpo.planning import preview
-    from jaxgrpo.training import loop
 
     if dry_run and profile:
         raise InputError("--profile: a dry run takes no step that could be traced; leave it out")
@@ -86,7 +84,7 @@ def train(
     if dry_run:
         preview.dry_run(run_config, resume == "auto")
     else:
-        loop.train(run_config, resume=resume, profile=profile)
+        _train(run_config, resume=resume, profile=profile)
     return 0
 
 
@@ -97,11 +95,23 @@ def replay(
     overrides: Sequence[str] = (),
 ) -> int:
     """Trains on saved rollouts. Returns the exit code."""
-    from jaxgrpo.training import loop
     from jaxgrpo.training.collecting import replay
 
-    loop.train(replay.replay_config(files, config, overrides), resume=resume, rollouts=files)
+    _train(replay.replay_config(files, config, overrides), resume=resume, rollouts=files)
     return 0
+
+
+def _train(*arguments: Any, **options: Any) -> Any:
+    """The run of `loop.train`, also where a stop signal came so late that it is complete: a command
+    takes no further run."""
+    from jaxgrpo.training import loop
+
+    try:
+        return loop.train(*arguments, **options)
+    except process.StopRequested as stopped:
+        if stopped.run is None:
+            raise
+        return stopped.run
 
 
 def make_base(out: str, task: str, **options: Any) -> int:

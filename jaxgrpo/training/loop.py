@@ -111,8 +111,7 @@ def train(
         the config's data keys.
       rollouts: files of saved rollouts, to train on instead of sampling and rewarding; step n
         takes file (n - 1) mod their number (docs/rollouts.md).
-      tools: functions that the model may call, or names as a config has them
-        (docs/environments.md).
+      tools: functions that the model may call, or names as in a config (docs/environments.md).
       environment_factory: makes the environment of a sample; of several, {name: factory}, the
         row's column "environment" names one.
       on_step: called after each step with its number and its metrics, as in metrics.jsonl; where
@@ -125,7 +124,7 @@ def train(
     Returns: the run; its model is in `path / "model"`, as a Hugging Face folder.
 
     Raises: InputError before anything long starts; process.StopRequested after a stop signal, when
-    everything is saved.
+    everything is saved, in the last step when the run is complete.
     """
     if resume not in (None, "auto"):
         raise InputError(f'resume = {resume!r}: use "auto", or leave it out for a new run')
@@ -136,7 +135,24 @@ def train(
     config = make_config(config, overrides, **objects, is_stored=rollouts is not None)
     line = process.start(config.mesh.platform, profile)
     options = objects | {"rollouts": rollouts, "on_step": on_step, "profile": profile}
-    return take(config, evaluator_for_run, resume=resume == "auto", devices_line=line, **options)
+    options |= {"resume": resume == "auto", "devices_line": line}
+    return unless_stopped(take(config, evaluator_for_run, **options))
+
+
+def unless_stopped(run: Run) -> Run:
+    """The run, which is complete.
+
+    Raises: process.StopRequested where a stop signal came too late to end it sooner: a script would
+      go on, and begin its next run.
+    """
+    if process.stop_requested(run.summary["step"]):
+        stopped = process.StopRequested(
+            f"stopped by request; the run in {run.path} is complete, and its model is "
+            f"{run.summary['model']}"
+        )
+        stopped.run = run
+        raise stopped
+    return run
 
 
 def take(

@@ -161,6 +161,24 @@ def test_a_step_in_which_a_reward_logs_a_number_of_the_trainer_is_saved(tmp_path
     assert loop.train(config, rewards=[reward], resume="auto").summary["step"] == 4
 
 
+@pytest.mark.slow
+def test_a_stop_signal_in_the_last_step_completes_the_run_and_ends_the_call(tmp_path):
+    """And not a command, which takes no further run."""
+    config = small_run.config(tmp_path / "r", **{"train.steps": 1})
+    message = f"stopped by request; the run in {tmp_path}/r is complete, and its model is "
+    with pytest.raises(process.StopRequested, match=message) as stopped:
+        loop.train(config, on_step=lambda *_: ask(signal.SIGTERM))
+    assert stopped.value.run.summary["step"] == 1
+    assert (tmp_path / "r" / "model" / "config.json").exists()
+    assert loop.train(config, resume="auto").summary["step"] == 1
+    (tmp_path / "mine.py").write_text(REWARD.format(harm="os.kill(os.getpid(), signal.SIGTERM)"))
+    rewards = {"rewards": [{"use": f"{tmp_path}/mine.py:reward"}]}
+    file = small_run.write(tmp_path / "a.toml", tmp_path / "a", **rewards)
+    assert main(["train", str(file)]) == 0
+    assert (tmp_path / "a" / "model" / "config.json").exists()
+    assert process._Stop.number == signal.SIGTERM
+
+
 FILES = {"exits": "import sys\nsys.exit(0)\n", "broken": "def f(:\n", "raises": "1 / 0\n"}
 KEYS = {
     "rewards": lambda use: [{"use": use}],

@@ -77,6 +77,8 @@ after each 700, took 0.9 s until the end of a first step on two cores; so it tak
 class StopRequested(Exception):
     """A run has stopped by request, after saving. The message says how to go on."""
 
+    run: Any = None  # the `loop.Run`, where it is complete all the same
+
 
 class RunEnded(Exception):
     """A run has ended before its last step. The message says what is saved and what to do."""
