@@ -27,6 +27,7 @@ from jaxgrpo.core.types import Learner, Rollouts, Stream, only_tokens
 from jaxgrpo.models import sharding
 from jaxgrpo.models.hf import texts
 from jaxgrpo.models.sequences import token_is_likeliest
+from jaxgrpo.planning.preview import find_earlier_run
 from jaxgrpo.rollout.answers import answer_end_tokens, read_answers
 from jaxgrpo.rollout.judging import put_prompts
 from jaxgrpo.rollout.selection import pad_prompts, row_of
@@ -45,7 +46,7 @@ from jaxgrpo.training.processes.watchdog import Watchdog
 from jaxgrpo.training.records.console import Display, facts, show_config
 from jaxgrpo.training.records.folder import RunFolder, refuse_unusable
 from jaxgrpo.training.records.reading import read_metrics
-from jaxgrpo.training.setup import Setup, setup
+from jaxgrpo.training.setup import Setup
 from jaxgrpo.update.forward import params_of
 from jaxgrpo.update.optimizer import current_rate
 
@@ -69,7 +70,9 @@ def main(
     console.print(process.start(sft_config.mesh.platform), soft_wrap=True)
     if dry_run:
         refuse_unusable(sft_config.run.dir, resume == "auto")
-        _show(console, setup(sft_config, **SETUP))
+        earlier_run = find_earlier_run(sft_config) if resume == "auto" else None
+        config, meta = (sft_config, {}) if earlier_run is None else earlier_run[:2]
+        _show(console, opening.set_up(config, meta, SETUP)[0])
     else:
         train(console, sft_config, resume == "auto")
     return 0

@@ -27,12 +27,13 @@ from jaxgrpo.rollout import refill
 from jaxgrpo.rollout.answers import Answers
 from jaxgrpo.training import inputs, memory, opening, parameters, rewarding, setup
 from jaxgrpo.training.checkpoints import Checkpoints
+from jaxgrpo.training.collecting.replay import refuse_other_files
 from jaxgrpo.training.inputs import Inputs
 from jaxgrpo.training.method import attention_lines
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import facts, show_config
 from jaxgrpo.training.records.folder import refuse_unusable
-from jaxgrpo.training.records.reading import read_text
+from jaxgrpo.training.records.reading import read_replay, read_text
 from jaxgrpo.update.packing import Geometry
 
 
@@ -42,9 +43,11 @@ def dry_run(config: Config, resume: bool = False) -> None:
     Raises: InputError where `train` would refuse before its first step.
     """
     console = Console(highlight=False)
+    if resume:
+        opening.refuse_moved(config.source, config.run.dir)
     refuse_unusable(config.run.dir, resume)
     mesh = _start(console, config.mesh, config.plan)
-    earlier_run = _find_earlier_run(config) if resume else None
+    earlier_run = find_earlier_run(config) if resume else None
     config, meta = (config, {}) if earlier_run is None else (earlier_run.config, earlier_run.meta)
     run = _set_up(config, meta, mesh)
     pretrained, prompts = run.inputs.pretrained, run.inputs.prompts
@@ -181,7 +184,7 @@ def planned_mesh(sizes: MeshKeys, keys: PlanKeys) -> Mesh | None:
     )
 
 
-class _EarlierRun(NamedTuple):
+class EarlierRun(NamedTuple):
     """The run that a folder holds."""
 
     config: Config  # of the run that continues it
@@ -189,26 +192,30 @@ class _EarlierRun(NamedTuple):
     summary: str
 
 
-def _find_earlier_run(config: Config) -> _EarlierRun | None:
+def find_earlier_run(config: Config) -> EarlierRun | None:
     """The run that `train --resume auto` would continue; None: the folder holds none.
 
-    Raises: InputError where it began with another config, and where it could not continue.
+    Raises: InputError where it began with another config, or replays saved rollouts, and where it
+      could not continue.
     """
     place = storage.place(config.run.dir)
-    if not (file := place / "config.toml").exists():
-        return None
-    config, last_config = opening.refuse_other_config(place, read_text(file), config)
+    text = read_text(file) if (file := place / "config.toml").exists() else None
+    config, last_config = opening.refuse_other_config(place, text, config)
     with Checkpoints(place / "checkpoints", config.checkpoint.keep) as checkpoints:
         keys = last_config.checkpoint
         step, meta = opening.newest_checkpoint(checkpoints, (place, place), keys)
+        refuse_other_files(read_replay(place), text is not None, None, meta)
         if step is None:
-            return _EarlierRun(config, {}, f"{place}, from its beginning: it has no checkpoint")
+            start = f"{place}, from its beginning: it has no checkpoint"
+            return None if text is None else EarlierRun(config, {}, start)
         summary = (
             f"{place}, from step {step}: rows, template, tokenizer, base and code are the same"
         )
         if config.run.allow_changes:
             summary += f", but for {', '.join(config.run.allow_changes)}, which may change"
-        return _EarlierRun(config, meta, summary)
+        if text is None:
+            summary += "; config.toml is gone: that this config is the run's was not compared"
+        return EarlierRun(config, meta, summary)
 
 
 def _start(console: Console, sizes: MeshKeys, keys: PlanKeys) -> Mesh | None:

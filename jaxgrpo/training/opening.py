@@ -270,8 +270,7 @@ def check_rewards(run: Setup, folder: RunFolder, meta: Mapping[str, Any]) -> str
     """
     has_begun = lambda: folder.config() is not None  # noqa: E731
     replay = run.inputs.replay
-    replayed = "inputs" in meta and "rows" not in meta["inputs"]  # see `fingerprints.input_facts`
-    process.broadcast(lambda: refuse_other_files(folder.replay(), has_begun(), replay, replayed))
+    process.broadcast(lambda: refuse_other_files(folder.replay(), has_begun(), replay, meta))
     if replay:
         return None
     return gold_problem(run.rewards, run.try_rewards())

@@ -128,8 +128,10 @@ def test_a_warm_start_that_is_continued_ends_as_one_that_was_not(trained, tmp_pa
     assert main(["sft", str(file), "--resume", "auto"]) == 0  # which is finished, and stays so
     assert json.loads((tmp_path / "run-sft" / "summary.json").read_text()) == ends[1]
     write(tmp_path, ROWS[::-1])
-    assert main(["sft", str(file), "--resume", "auto", "--set", "train.steps=61"]) == 2
-    assert "rows" in capsys.readouterr().err
+    for more in ([], ["--dry-run"]):
+        capsys.readouterr()
+        assert main(["sft", str(file), "--resume", "auto", *more, "--set", "train.steps=61"]) == 2
+        assert "rows: 8 rows" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -73,6 +73,8 @@ def test_the_config_of_a_run_that_was_moved_begins_no_other_run(tmp_path, monkey
     message = f"run.dir = runs/x is /runs/x: add --set run.dir={run} to continue the run in {run};"
     with pytest.raises(InputError, match=message):
         refuse(files.load(run / "config.toml"))
+    with pytest.raises(InputError, match=message):
+        preview.dry_run(files.load(run / "config.toml"), resume=True)
     monkeypatch.chdir(tmp_path)
     run.rename(moved)
     with pytest.raises(InputError, match=f"is {run}: add --set run.dir={moved} to continue"):
@@ -227,6 +229,25 @@ def test_a_dry_run_continues_from_the_step_that_a_run_would_or_is_refused_as_tha
                 start()
         for file in (tmp_path / "r/checkpoints").glob("*/manifest.json"):
             file.unlink()
+
+
+@pytest.mark.slow
+def test_a_dry_run_without_the_config_of_the_run_compares_what_its_checkpoint_says(begun, capsys):
+    file = begun / "r" / "config.toml"
+    text = file.read_bytes()
+    file.unlink()
+    reorder(begun)
+    for start in (
+        lambda: preview.dry_run(config(begun, 2), resume=True),
+        lambda: loop.train(config(begun, 2), resume="auto"),
+    ):
+        with pytest.raises(InputError, match=r"reads something else .*\n  rows: 8 rows"):
+            start()
+    write_rows(begun / "rows.jsonl", ROWS)
+    capsys.readouterr()
+    preview.dry_run(config(begun, 2), resume=True)
+    assert "code are the same; config.toml is gone: that this" in capsys.readouterr().out
+    file.write_bytes(text)
 
 
 @pytest.mark.full

@@ -18,6 +18,7 @@ from jaxgrpo.cli import main as cli
 from jaxgrpo.config import files as configs
 from jaxgrpo.core.errors import InputError, differing_names
 from jaxgrpo.models import sharding
+from jaxgrpo.planning import preview
 from jaxgrpo.training import loop
 from jaxgrpo.training.collecting import replay
 from jaxgrpo.training.setup import setup
@@ -243,10 +244,14 @@ def test_a_resumed_replay_goes_on_with_its_files_and_no_others(files, tmp_path, 
     for again in (files, None):
         with pytest.raises(InputError, match=r"replay\.json, which names them, is gone: put it"):
             loop.train(run_config, rollouts=again, resume="auto")
+    with pytest.raises(InputError, match=r"replay\.json, which names them, is gone: put it"):
+        preview.dry_run(run_config, resume=True)
     (tmp_path / "replay.json").rename(named)
     for wrong in (files[:1], files[::-1], None):
         with pytest.raises(InputError, match=r"replays 2 files of rollouts.*by `jaxgrpo replay`"):
             loop.train(run_config, rollouts=wrong, resume="auto")
+    with pytest.raises(InputError, match=r"replays 2 files of rollouts.*by `jaxgrpo replay`"):
+        preview.dry_run(run_config, resume=True)
     moved = [shutil.copy(file, tmp_path / file.name) for file in files]
     resumed = loop.train(run_config, rollouts=moved, resume="auto")
     assert resumed.summary["parameter_hash"] == straight.summary["parameter_hash"]

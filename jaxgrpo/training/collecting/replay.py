@@ -310,15 +310,19 @@ def _fit_to_config(rollout: RolloutKeys, path: Path, rollouts: Any, numbers: Row
 
 
 def refuse_other_files(
-    saved: Mapping[str, Any] | None, has_begun: bool, replay: Replay | None, replayed: bool = False
+    saved: Mapping[str, Any] | None,
+    has_begun: bool,
+    replay: Replay | None,
+    meta: Mapping[str, Any],
 ) -> None:
     """A resumed run takes the files that it began with, or samples of its own.
 
     Args:
       saved: replay.json of the run folder; None: there is none.
       has_begun: whether the folder holds a run.
-      replayed: whether its newest checkpoint is of a replay.
+      meta: what its newest checkpoint holds beside its arrays; {} where there is none.
     """
+    replayed = "inputs" in meta and "rows" not in meta["inputs"]  # see `fingerprints.input_facts`
     if saved is None and replayed:
         raise InputError(
             "the run in run.dir replays files of rollouts, and its replay.json, which names them, "

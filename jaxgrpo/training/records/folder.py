@@ -39,7 +39,7 @@ from jaxgrpo.training.records.reading import (
     evaluation_metrics,
     read_bytes,
     read_metrics,
-    read_object,
+    read_replay,
     read_text,
     sample_steps,
 )
@@ -431,8 +431,7 @@ class RunFolder(Closing):
 
     def replay(self) -> dict[str, Any] | None:
         """What replay.json holds; None where the run has none. Raises: InputError."""
-        file = self.path / "replay.json"
-        return read_object(file, "files", "crc32") if file.exists() else None
+        return read_replay(self.path)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes summary.json in one go; numbers that are not finite become null."""

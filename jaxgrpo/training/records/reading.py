@@ -140,6 +140,12 @@ def read_object(file: Path, *names: str) -> dict[str, Any]:
     return content
 
 
+def read_replay(run: Place) -> dict[str, Any] | None:
+    """What replay.json of a run folder holds; None where it has none. Raises: InputError."""
+    file = run / "replay.json"
+    return read_object(file, "files", "crc32") if file.exists() else None
+
+
 def read_text(file: Place) -> str | None:
     """The text of a file of a run; None where there is none. Raises: InputError."""
     try:
