@@ -246,21 +246,27 @@ def save_if_due(opened: OpenRun, step: StepEnd) -> None:
     reward, a scorer or an evaluation that has failed, ends.
 
     Raises: StopRequested after a stop signal, RewardFailed where a reward or a scorer has failed;
-      the error of an evaluation that failed otherwise.
+      the error of an evaluation that failed otherwise; both say where the step was not saved.
     """
     config, keeper, best = opened.run.config, opened.keeper, opened.keeper.progress.best
     number, last = step.number, config.train.steps
     stop = process.stop_requested(number)
     ends = bool(stop) or step.failure is not None
     best_step = best[0] if best else None
+    problem = ""
     if ends or number in (best_step, last) or is_due(number, config.checkpoint.every):
         opened.watch.phase(f"step {number}: save")
         sharding.give_back(opened.run.inputs.pretrained.mesh)
-        keeper.save(step.learner, step.stream, number, must=ends or number == last)
-    if isinstance(step.failure, RewardError):
-        raise keeper.reward_failed(number, step.failure, keeper.saved_line()) from step.failure
+        try:
+            keeper.save(step.learner, step.stream, number, must=ends or number == last)
+        except process.NotSaved as unsaved:
+            if step.failure is None:
+                raise
+            problem = f"{unsaved}; "
     if step.failure is not None:
-        line, command = keeper.saved_line(), keeper.resume_command()
+        line, command = f"{problem}{keeper.saved_line()}", keeper.resume_command()
+        if isinstance(step.failure, RewardError):
+            raise keeper.reward_failed(number, step.failure, line) from step.failure
         step.failure.add_note(f"the evaluation of step {number} failed; {line}; go on: {command}")
         raise step.failure
     if stop and (number < last or keeper.progress.owes_evaluation):

@@ -18,6 +18,7 @@ from checkpointed import small_run_state
 from faulty_runs import limit_files
 
 from jaxgrpo.core.errors import InputError
+from jaxgrpo.evaluation.evaluate import Evaluation
 from jaxgrpo.rewards.protocol import RewardError
 from jaxgrpo.training import loop
 from jaxgrpo.training.checkpoints import Checkpoints
@@ -98,6 +99,41 @@ def test_a_disk_that_stays_full_ends_the_run_after_some_saves_in_one_line(tmp_pa
     assert 6 <= steps[-1] <= 7  # whether Orbax fails at once or in the background
     with Checkpoints(tmp_path / "r" / "checkpoints") as checkpoints:
         assert checkpoints.latest() == 2
+
+
+@pytest.mark.full
+def test_a_reward_that_fails_behind_a_step_that_is_not_saved_says_so(tmp_path):
+    def letters(completions, trainer_state, log_metric, **columns):
+        if trainer_state.global_step == 1 and len(completions) > 2:
+            log_metric("grad_norm", 1.0)
+            limit_files(TEXTS)
+        return [float(len(text)) for text in completions]
+
+    message = r"(?s)log_metric\('grad_norm', .*in step 2; step 2: .*saved.*holds no step yet; mend"
+    with pytest.raises(process.RewardFailed, match=message):
+        loop.train(config(tmp_path / "r", 3, **{"checkpoint.every": 9}), rewards=[letters])
+
+
+@pytest.mark.full
+def test_an_evaluation_that_fails_behind_a_step_that_is_not_saved_says_so(tmp_path):
+    unread: Any = None
+
+    def evaluator(run):
+        def evaluate(params, key, step, **options):
+            if step == 1:
+                limit_files(TEXTS)
+                raise MemoryError("a second pass")
+            ends = {"accuracy/low": 0.4, "accuracy/high": 0.6}
+            return Evaluation({"accuracy": 0.5, **ends}, unread, unread)
+
+        return evaluate
+
+    keys = {"eval.data": "task:arithmetic:test", "eval.every": 1, "checkpoint.every": 9}
+    with pytest.raises(MemoryError, match="a second pass") as raised:
+        loop.take(config(tmp_path / "r", 3, **keys), evaluator)
+    (note,) = raised.value.__notes__
+    assert note.startswith("the evaluation of step 1 failed; step 1: ")
+    assert "make space and go on by --resume auto; " in note
 
 
 def test_tensorboard_whose_thread_has_ended_is_opened_again_and_blocks_nothing(tmp_path):
