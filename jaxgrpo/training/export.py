@@ -169,12 +169,13 @@ def _number(
     folder: Place, keep_best: str | None, step: str | int, checkpoints: Checkpoints
 ) -> int | None:
     """The step to restore; None for the newest."""
-    if step == "last":
+    text = str(step)  # NumPy's numbers too
+    if text == "last":
         return None
-    if step == "best":
+    if text == "best":
         return _best_step(folder, keep_best or "", checkpoints)
-    if isinstance(step, int) or step.isdecimal():
-        return int(step)
+    if text.isdecimal():
+        return int(text)
     raise InputError(f"--step {step}: use last, best or a number of steps")
 
 

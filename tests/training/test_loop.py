@@ -319,6 +319,8 @@ def test_the_best_step_by_an_evaluation_stays_and_is_exported(tmp_path):
     assert folder_hash(exported) != finished.summary["parameter_hash"]
     assert folder_hash(finished.export(tmp_path / "last")) == finished.summary["parameter_hash"]
     assert f"{best} of 4 steps" in (exported / "README.md").read_text()
+    last = finished.export(tmp_path / "number", step=np.int64(4))  # as of a table of metrics
+    assert folder_hash(last) == finished.summary["parameter_hash"]
     half = finished.export(tmp_path / "half", dtype="bfloat16")
     assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
 
