@@ -286,7 +286,7 @@ LINES = {
     "training": 8958,  # 127 of it faults around a run; conversations, damaged runs, sampled memory
     "planning": 1866,  # 110 of it what compiled programs move, which benchmarks had
     "experiments": 4166,  # 1,135 of it what methods climb, by enumeration; 87 the atlas
-    "cli": 3658,  # with saved samples judged again, queries answered, small models of 33 families
+    "cli": 3663,  # with saved samples judged again, queries answered, small models of 33 families
 }
 """Lines of code that a package may have, without comments, docstrings and empty lines."""
 
