@@ -42,6 +42,7 @@ from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document, show_whole, telling, terminal_table
 from jaxgrpo.training.records.folder import plain
 from jaxgrpo.training.records.report.html import check_writable
+from jaxgrpo.training.rewarding import print_failures
 from jaxgrpo.training.stored_policy import (
     NO_REWARD,
     config_for,
@@ -161,7 +162,9 @@ def _measure(
     tokens = train.tokens_per_micro_batch
     run = make_evaluator(keys, policy, questions, anchor, tokens)
     with contextlib.closing(policy), telling(console, "evaluation"):
-        return questions, run(policy.read_params(), seed_key(train.seed), 0)
+        evaluation = run(policy.read_params(), seed_key(train.seed), 0)
+    print_failures(console, evaluation.messages)
+    return questions, evaluation
 
 
 def _eval_changes(eval_keys: Mapping[str, Any]) -> dict[str, Any]:

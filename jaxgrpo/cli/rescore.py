@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ from jaxgrpo.training.records.report.record import (
     total_reward,
     visible,
 )
-from jaxgrpo.training.rewarding import resolve_rewards
+from jaxgrpo.training.rewarding import print_failures, resolve_rewards
 from jaxgrpo.training.stored_policy import read_run
 
 TOTAL = "total"
@@ -102,17 +103,17 @@ def rescore(
     by_title = {entry.title: entry for entry in config.rewards}
     entries = [by_title.get(name, RewardKeys(use=name)) for name in rewards]
     judges = find_judges(entries, config.rollout.max_completion_tokens, data)
-    is_answered = bool(config.tools or config.environments)
-    samples, left_out = _read_spoken(folder, steps, is_answered)
+    samples, left_out = _read_spoken(folder, steps, bool(config.tools or config.environments))
     _check_same(samples, data, config.environments, str(folder))
     results = [judge_step(rows, data, judges, config.train.steps) for rows in samples]
-    summing = reward_sum(configs.to_tables(config))
+    console, summing = Console(highlight=False), reward_sum(configs.to_tables(config))
+    print_failures(console, ChainMap(*(scored.log.messages for scored in results)))
     numbers = [entry for scored in results for entry in compare_step(scored, judges, summing)]
     if out:
         write_rows(out, (line for scored in results for line in _lines(scored)))
     if as_json:
         return Document({"left_out": left_out, "rows": numbers})
-    _show(Console(highlight=False), numbers, left_out)
+    _show(console, numbers, left_out)
     return 0
 
 

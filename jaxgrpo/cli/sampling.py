@@ -49,6 +49,7 @@ from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import telling
 from jaxgrpo.training.records.folder import Closing, plain
 from jaxgrpo.training.records.report.html import check_writable
+from jaxgrpo.training.rewarding import print_failures
 from jaxgrpo.training.stored_policy import StoredPolicy, config_for, find_policy, seed_key
 
 ACT = ("model.", "lora.", "data.", "rollout.", "tools", "environment", "mesh.", "train.seed")
@@ -97,6 +98,7 @@ def sample(
     ask = make_asker(policy, questions, samples, rounds=ROUNDS, purpose=PURPOSE)
     with contextlib.closing(policy), telling(console, "sampling"):
         answers = ask(policy.read_params(), seed_key(config.train.seed), 0)
+    print_failures(console, answers.messages)
     return [{**row, "rewards": {}} for row in answer_rows(answers, questions, "none")]
 
 
@@ -328,7 +330,7 @@ def _ask(
         transient=True,
     )
     params, count = policy.read_params(), len(questions.rows)
-    tokens, seconds = [], []
+    tokens, seconds, reported = [], [], set[str]()
     stopping = process.stop_signals(after="batch")
     with contextlib.closing(policy), bar, telling(console, "sampling"), stopping:
         task = bar.add_task(
@@ -339,6 +341,7 @@ def _ask(
             answers = batches.ask(begin, params, key, 0)
             seconds.append(time.perf_counter() - started)
             tokens.append(int(answers.mask.sum()))
+            print_failures(console, answers.messages, reported)
             if process.is_main():
                 rows = answer_rows(answers, questions, "none", begin)
                 file.append({**row, "rewards": {}} for row in rows)

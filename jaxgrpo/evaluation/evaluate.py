@@ -96,11 +96,12 @@ class Answers(NamedTuple):
     scores: np.ndarray  # [N, n]
     texts: list[list[str]]  # [N][n]
     rescored: Mapping[str, np.ndarray] = NOTHING  # name -> [N, n, T], of a second pass
+    messages: Mapping[str, str] = NOTHING  # why samples could not be scored, as in a RewardLog
 
     def columns(self, begin: int, end: int) -> Answers:
         """Some of the samples of each question."""
-        arrays = jax.tree.map(lambda leaf: leaf[:, begin:end], self._replace(texts=[]))
-        return arrays._replace(texts=[row[begin:end] for row in self.texts])
+        arrays = jax.tree.map(lambda leaf: leaf[:, begin:end], self._replace(texts=[], messages={}))
+        return arrays._replace(texts=[row[begin:end] for row in self.texts], messages=self.messages)
 
     @property
     def right(self) -> np.ndarray:
@@ -130,6 +131,7 @@ class Evaluation(NamedTuple):
     metrics: dict[str, float]
     greedy: Answers
     sampled: Answers
+    messages: Mapping[str, str] = NOTHING  # as in Answers
 
 
 Evaluate = Callable[..., Evaluation]
@@ -204,8 +206,7 @@ def make_evaluator(
         flat_groups       expected share of groups of policy.group_size that all agree, unbiased
         accuracy/level_L, accuracy/source_S    greedy, if rows have such a column
         NAME/low, NAME/high    95% bootstrap interval over prompts, of all above but the last two;
-                               of shares that are equal for all prompts Hoeffding's; the KL of
-                               one prompt has none
+                               of shares equal for all prompts Hoeffding's; one prompt's KL has none
         distinct_completions, distinct_answers    different ones per prompt, mean over prompts
 
     and the metrics of formats and confidences in `jaxgrpo.evaluation.diversity` and `.voting`.
@@ -232,7 +233,8 @@ def make_evaluator(
     def evaluate(params: Params, key: ArrayLike, step: int, **options: Any) -> Evaluation:
         answers = ask(params, key, step, **options)
         greedy, sampled = answers.columns(samples, samples + 1), answers.columns(0, samples)
-        return Evaluation(summarise(greedy, sampled, questions, policy.group_size), greedy, sampled)
+        metrics = summarise(greedy, sampled, questions, policy.group_size)
+        return Evaluation(metrics, greedy, sampled, answers.messages)
 
     return evaluate
 
@@ -390,9 +392,10 @@ def make_asker(
                 before_batch()
             batches.append(ask_batch(begin, params, key, step))
         texts = [text for batch in batches for text in batch.texts]
-        arrays = (batch._replace(texts=[]) for batch in batches)
+        arrays = (batch._replace(texts=[], messages={}) for batch in batches)
         all_answers = jax.tree.map(lambda *leaves: np.concatenate(leaves), *arrays)
-        return all_answers._replace(texts=texts)
+        messages = {name: text for batch in batches[::-1] for name, text in batch.messages.items()}
+        return all_answers._replace(texts=texts, messages=messages)
 
     return ask
 
@@ -442,9 +445,9 @@ def make_batches(
         arrays = jax.tree.map(lambda x: x[: count - begin], (rows, *arrays, again))
         judged_rows, tokens, mask, logp, truncated, rescored = arrays
         state, name = questions.progress(step), questions.scorer.name
-        scores, _ = judge.rollouts(judged_rows, tokens, mask, state, dialogue=drawing.dialogue)
+        scores, log = judge.rollouts(judged_rows, tokens, mask, state, dialogue=drawing.dialogue)
         texts = [decode_texts(policy.tokenizer, ids) for ids in map(completion_ids, tokens, mask)]
-        return Answers(tokens, mask, logp, truncated, scores[name], texts, rescored)
+        return Answers(tokens, mask, logp, truncated, scores[name], texts, rescored, log.messages)
 
     return Batches(size, ask)
 

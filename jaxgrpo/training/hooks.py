@@ -33,26 +33,16 @@ from jaxgrpo.training import fingerprints
 from jaxgrpo.training.collecting.collector import Collected
 from jaxgrpo.training.opening import OpenRun
 from jaxgrpo.training.processes import process
-from jaxgrpo.training.records import alarms
 from jaxgrpo.training.records.folder import plain
 from jaxgrpo.training.records.reading import evaluation_metrics
 from jaxgrpo.training.records.report.record import RewardSum
 from jaxgrpo.training.resets import is_better, make_resetter, refuse_unknown_best, see
+from jaxgrpo.training.rewarding import say_failures
 from jaxgrpo.training.stored_policy import policy_for_run
 from jaxgrpo.update.work import count_step, split_scoring, step_flops
 
 OnStep = Callable[[int, dict[str, float]], object]
 """Called after a step with its number and metrics."""
-
-
-NOTES = {
-    "environment": "an environment broke: its sample is not scored "
-    "(environment/broken counts them)",
-    "tools": "nearly all calls of tools raise, this one first (tools/raised_frequency); in "
-    f"threads, {alarms.NEEDS_WORKERS}",
-}
-"""What is said of messages that are not of a reward."""
-UNSCORED = 'left unscored, as on_error = "unscored" says'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +102,7 @@ def count_work(opened: OpenRun) -> Hook:
         progress.tokens += step.values["num_tokens"]
         progress.seconds += step.values["time/step"]
         # rewards/NAME/errors counts the rest.
-        for name, message in step.collected.reward_log.messages.items():
-            if name not in progress.reported:
-                progress.reported.add(name)
-                display.say(f"{message}\n{NOTES.get(name, UNSCORED)}")
+        say_failures(display.say, step.collected.reward_log.messages, progress.reported)
         flops = step_flops(work, step.collected.rollouts, step.values)
         return step.with_values({"flops": flops})
 
@@ -331,7 +318,9 @@ class Evaluations:
         options are those of `Evaluate`."""
         began, opened = time.monotonic(), self.opened
         opened.watch.phase(f"step {number}: evaluate")
-        metrics = self.evaluate(params, opened.run.stream.key, number, **options).metrics
+        evaluation = self.evaluate(params, opened.run.stream.key, number, **options)
+        say_failures(opened.display.say, evaluation.messages, self.progress.reported)
+        metrics = evaluation.metrics
         opened.display.evaluated(number, metrics)
         self.note_best(number, metrics)
         named = {f"eval/{name}": value for name, value in metrics.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,19 @@ from jaxgrpo.rewards.protocol import (
 from jaxgrpo.rewards.registry import Preview, build, check_rows, preview, with_lengths
 from jaxgrpo.rollout.answers import answer_end_tokens
 from jaxgrpo.rollout.texts import decode_texts
+from jaxgrpo.training.processes import process
+from jaxgrpo.training.records.alarms import NEEDS_WORKERS
 from jaxgrpo.training.records.console import facts
 
 SHOWN = 80  # characters of an answer
+NOTES = {
+    "environment": "an environment broke: its sample is not scored (environment/broken counts "
+    "them, in evaluations unscored)",
+    "tools": "nearly all calls of tools raise, this one first (in training "
+    f"tools/raised_frequency); in threads, {NEEDS_WORKERS}",
+}
+"""What is said of messages that are not of a reward."""
+UNSCORED = 'left unscored, as on_error = "unscored" says'
 
 
 def resolve_rewards(
@@ -212,6 +222,31 @@ def show_previews(
     facts(console, lines)
     if problem := gold_problem(rewards, previews):
         console.print(problem, style="yellow", soft_wrap=True)
+
+
+def say_failures(
+    say: Callable[[str], object], messages: Mapping[str, str], reported: set[str]
+) -> None:
+    """Says what failed and why samples are not scored, once for each name.
+
+    Args:
+      say: prints a text.
+      messages: of a `RewardLog`.
+      reported: names that need no further words; those of `messages` are added.
+    """
+    for name, message in messages.items():
+        if name not in reported:
+            reported.add(name)
+            say(f"{message}\n{NOTES.get(name, UNSCORED)}")
+
+
+def print_failures(
+    console: Console, messages: Mapping[str, str], reported: set[str] | None = None
+) -> None:
+    """As `say_failures`, in the first process; `reported` for commands that call it again."""
+    if process.is_main():
+        say = functools.partial(console.print, markup=False, soft_wrap=True)
+        say_failures(say, messages, set() if reported is None else reported)
 
 
 def _function(

@@ -47,6 +47,10 @@ def letters(completions, log_extra, **columns):
     return [None if text == "unread" else len(text) for text in completions]
 
 
+def closed(completions, **columns):
+    raise RuntimeError("no service")
+
+
 def wants(completions, colour):
     return [0.0] * len(completions)
 
@@ -147,6 +151,17 @@ def test_several_rewards_have_a_sum_by_the_weights_of_the_run(run, tmp_path, cap
     printed = capsys.readouterr().out
     assert "Spearman" in printed
     assert "groups that would become so" in printed
+
+
+def test_why_a_reward_failed_is_said_once(run, mine, capsys):
+    folder = run / "samples"
+    later = (folder / "step_4.jsonl").read_text().replace('"step": 4', '"step": 5')
+    (folder / "step_5.jsonl").write_text(later)
+    words = ("--set", f"rewards.0.use={mine}:closed", "rewards.0.on_error=unscored")
+    assert main(["rescore", str(run), "--rewards", "right", *words]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("rewards.right raised RuntimeError on completion") == 1
+    assert shown.count('left unscored, as on_error = "unscored" says') == 1
 
 
 def test_both_sums_are_of_what_was_scored_where_the_run_adds_that_up(run, capsys):

@@ -98,6 +98,46 @@ def test_an_unscored_failure_is_shown_once(tmp_path, capsys):
 
 
 @pytest.mark.full
+def test_an_unscored_failure_in_an_evaluation_is_shown_once(tmp_path, capsys):
+    """The reward fails where a step has been taken: behind the first, and in no training."""
+    changes = {"eval.data": "task:arithmetic:test", "eval.prompts": 4, "eval.samples": 2}
+    rewards = [{"use": f"{OWN}:logging", "on_error": "unscored"}]
+    loop.train(small_run.config(tmp_path / "r", rewards=rewards, **changes, **{"train.steps": 1}))
+    shown = capsys.readouterr().out
+    assert shown.count("rewards.scorer raised OSError on completion") == 1
+    assert shown.count('left unscored, as on_error = "unscored" says') == 1
+
+
+CLOSED = """
+class Closed:
+    def reset(self, **row):
+        raise RuntimeError("no service")
+
+    def step(self, action):
+        return "go on", 1.0, True
+"""
+COMMANDS = {
+    "eval": ("--num-prompts", "4", "-n", "2"),
+    "probe": ("--num-prompts", "4", "-n", "2"),
+    "sample": ("--prompts", "p.jsonl", "--out", "out.jsonl"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_says_once_why_every_environment_broke(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(CLOSED)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "1+2="}\n')
+    changes = {"eval.data": "task:arithmetic:test", "environment": f"{tmp_path}/mine.py:Closed"}
+    file = small_run.write(tmp_path / "run.toml", tmp_path / "r", rewards=[], **changes)
+    assert main([command, str(file), *COMMANDS[command]]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("reset raised RuntimeError: no service") == 1
+    assert "an environment broke: its sample is not scored" in shown
+
+
+@pytest.mark.full
 def test_an_exception_ends_the_run_by_default_and_saves_what_is_done(tmp_path):
     changes = {"rewards": [{"use": f"{OWN}:logging"}], "run.samples_every": 0}
     config = small_run.config(tmp_path / "r", **changes)

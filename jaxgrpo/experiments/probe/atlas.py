@@ -22,6 +22,7 @@ from jaxgrpo.training.records.console import show_table
 from jaxgrpo.training.records.logbook import Clock
 from jaxgrpo.training.records.report import blocks
 from jaxgrpo.training.records.report.maps import NOTE, Map, draw_map
+from jaxgrpo.training.rewarding import print_failures
 from jaxgrpo.training.setup import setup
 from jaxgrpo.training.stored_policy import NO_REWARD, config_for, source_or_rows
 from jaxgrpo.update.atlas import Atlas, Atlases
@@ -51,8 +52,7 @@ def probe_atlas(
     if len(methods) < 2:
         raise InputError("--methods: give two or more, as grpo,sign,dr_grpo")
     source, rows = source_or_rows(data)
-    changes = {**tables}
-    changes |= {} if source is None else {"data.path": source}
+    changes = {**tables, **({} if source is None else {"data.path": source})}
     changes |= {"rewards": [{"use": reward}]} if isinstance(reward, str) else {}
     config = config_for(target, changes, overrides)
     functions = {callable_name(reward): reward} if callable(reward) else None
@@ -76,6 +76,7 @@ def probe_atlas(
         live_groups = functools.partial(run.live_groups, run.learner)
         clock = Clock(lambda phase: None)
         _, collected = run.collect(run.sync(run.learner), 0, run.stream, live_groups, clock)
+        print_failures(Console(highlight=False), collected.reward_log.messages)
         atlas = atlases.draw(run.learner, collected.rollouts)
     finally:
         run.inputs.close()

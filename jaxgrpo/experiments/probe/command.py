@@ -31,7 +31,7 @@ from jaxgrpo.rollout.judging import progress_after
 from jaxgrpo.training.processes import process
 from jaxgrpo.training.records.console import Document, telling
 from jaxgrpo.training.records.report.html import check_can_draw, check_writable
-from jaxgrpo.training.rewarding import show_previews, try_rewards
+from jaxgrpo.training.rewarding import print_failures, show_previews, try_rewards
 from jaxgrpo.training.stored_policy import (
     NO_REWARD,
     StoredPolicy,
@@ -180,6 +180,7 @@ def _probe(
             config.rollout.prompts_per_step,
             level,
         )
+    print_failures(console, answers.messages)
     data = without_passwords(config.eval.data or "") if rows is None else "rows"
     model = without_passwords(str(target))
     return {"model": model, "data": data, "reward": judge.name, **numbers}

@@ -28,6 +28,10 @@ def group_of_99():
     return adv.chain(adv.sum_rewards(), adv.leave_one_out_pass_at_k(99))
 
 
+def closed(completions, **columns):
+    raise RuntimeError("no service")
+
+
 def refused(tmp_path, methods, message, **options):
     with pytest.raises(InputError, match=message):
         probe(small_run.write(tmp_path / "run.toml", tmp_path / "run"), methods=methods, **options)
@@ -84,6 +88,16 @@ def test_the_command_compares_each_pair_and_draws_them(tmp_path, capsys):
     assert numbers["norms"][2] == pytest.approx(1, rel=1e-4)
     assert "loss.surrogate=reinforce" not in (page := (tmp_path / "page.html").read_text())
     assert "image/svg+xml" in page  # names are in the picture alone
+
+
+@pytest.mark.full
+def test_a_reward_that_fails_leaves_no_update_and_is_shown(tmp_path, capsys):
+    rewards = [{"use": f"{__file__}:closed", "on_error": "unscored"}]
+    config = small_run.write(tmp_path / "run.toml", tmp_path / "run", rewards=rewards)
+    assert main.main(["probe", str(config), "--methods", "grpo,sign", "--json"]) == 0
+    streams = capsys.readouterr()
+    assert json.loads(streams.out)["cosines"] == [[None, None], [None, None]]
+    assert streams.err.count("rewards.closed raised RuntimeError on completion") == 1
 
 
 @pytest.mark.full

@@ -259,8 +259,10 @@ def test_a_config_names_model_data_and_reward(folders, tmp_path, capsys):
     arguments = (file, "-n", 2, "--num-prompts", 120)
     code, output = probe(capsys, *arguments)
     assert (code, "no opinion of n" in output) == (2, True), output
-    probed, _ = document(capsys, *arguments, "--set", "rewards.0.on_error=unscored")
+    probed, shown = document(capsys, *arguments, "--set", "rewards.0.on_error=unscored")
     assert probed["success"]["unscored"] > 0.5
+    assert shown.count("raised ValueError on completion") == 1
+    assert 'left unscored, as on_error = "unscored" says' in shown
     assert "health" in {item["about"] for item in probed["advice"]}
 
 
