@@ -317,7 +317,7 @@ def _extract(extract: Callable[[str], Hashable], text: str) -> Hashable:
     try:
         answer = extract(text)
         hash(answer)  # a list has none
-        return answer
+        return answer if answer == answer else None  # NaN would be no vote's winner
     except (Exception, SystemExit) as error:
         place, line = own_line(error)
         where = f" in {place}: {line}" if place else ""

@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import sys
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -85,6 +86,13 @@ def test_majorities_appear_only_where_answers_can_be_extracted():
     greedy, sampled = answers([[1]]), answers([[1, 0, 0, 0]], [["a", "b", "b", "b"]])
     assert "maj@4" not in summarise(greedy, sampled, questions(1), 2)
     assert summarise(greedy, sampled, questions(1, extract=str), 2)["maj@4"] == 0
+
+
+@pytest.mark.parametrize("extract", [float, Decimal])
+def test_not_a_number_is_no_answer_and_does_not_vote(extract):
+    sampled = answers([[0, 1, 0, 0]], [["nan", "1", "2", "3"]])
+    metrics = summarise(answers([[1]]), sampled, questions(1, extract=extract), 2)
+    assert (metrics["maj@4"], metrics["distinct_answers"]) == (1, 3)
 
 
 @pytest.mark.parametrize(
