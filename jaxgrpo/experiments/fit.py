@@ -145,19 +145,20 @@ def refuse_above(curve: Curve, metric: str, highest: float) -> None:
         )
 
 
-def fit_curve(curve: Curve, highest: float = 1.0) -> Fit:
+def fit_curve(curve: Curve, highest: float = 1.0, lowest: float | None = None) -> Fit:
     """The sigmoid of least squares, from the three best places of a grid over its range.
 
     Args:
-      highest: what the metric cannot exceed.
+      highest: what the metric cannot exceed, where the range of the ceiling ends.
+      lowest: where it begins; None: at the lowest value of the curve.
     """
     from scipy.optimize import least_squares
 
     compute, value = curve.compute, curve.value
-    lowest = min(curve.start, value.min())
+    lowest = _lowest(curve) if lowest is None else lowest
+    lowest = min(lowest, highest - NEAR)  # a constant curve: there is no range
     low = np.array([lowest, np.log(compute[0] / BEYOND), STEEPNESS[0]])
-    ceiling = max(highest, value.max(), lowest + NEAR)  # a constant curve: there is no range
-    high = np.array([ceiling, np.log(compute[-1] * BEYOND), STEEPNESS[1]])
+    high = np.array([highest, np.log(compute[-1] * BEYOND), STEEPNESS[1]])
 
     def residuals(numbers: np.ndarray) -> np.ndarray:
         ceiling, log_middle, steepness = numbers
@@ -178,6 +179,10 @@ def fit_curve(curve: Curve, highest: float = 1.0) -> Fit:
     return Fit(curve.start, float(best[0]), float(np.exp(best[1])), float(best[2]), undetermined)
 
 
+def _lowest(curve: Curve) -> float:
+    return min(curve.start, float(curve.value.min()))
+
+
 def enlarged(residuals: np.ndarray, fitted: int = len(NAMES)) -> np.ndarray:
     """Residuals of a fit of k numbers to n points, as large as a bootstrap has to draw them.
 
@@ -194,14 +199,15 @@ def enlarged(residuals: np.ndarray, fitted: int = len(NAMES)) -> np.ndarray:
 
 
 def bootstrap(curve: Curve, fit: Fit, highest: float = 1.0) -> dict[str, list[float]]:
-    """95% intervals of the fitted numbers: of fits to the curve with resampled residuals."""
+    """95% intervals of the fitted numbers: of fits to the curve with resampled residuals, over the
+    range in which the curve itself is fitted."""
     draw = np.random.default_rng(0)
     line = fit.at(curve.compute)
     residuals = enlarged(curve.value - line)
     fits = []
     for _ in range(DRAWS):
         noise = draw.choice(residuals, len(residuals))
-        fits.append(fit_curve(curve._replace(value=line + noise), highest)[1:4])
+        fits.append(fit_curve(curve._replace(value=line + noise), highest, _lowest(curve))[1:4])
     ends = np.quantile(np.array(fits), [0.025, 0.975], axis=0)
     return {name: ends[:, place].tolist() for place, name in enumerate(NAMES)}
 

@@ -67,6 +67,17 @@ def test_intervals_hold_the_truth():
         assert high - low < 0.5 * TRUE[name]
 
 
+@pytest.mark.parametrize("falls", [False, True])
+def test_intervals_of_the_ceiling_stay_within_the_range_in_which_the_curve_is_fitted(falls):
+    """Resampled residuals lift points above what the metric cannot exceed, and below all others."""
+    compute = np.linspace(1.0, 12.0, 12)
+    value = np.array([0.7, 0.93, 0.97, 0.95, 1, 1, 0.98, 1, 1, 1, 0.99, 1])
+    start, value = (0.5, 0.5 - 0.03 * compute) if falls else (0.3, value)
+    points = Curve("points", start, compute, value)
+    low, high = fit.bootstrap(points, fit_curve(points))["ceiling"]
+    assert min(start, value.min()) <= low <= high <= 1
+
+
 def test_half_of_the_compute_foretells_the_rest_where_the_bend_is_in_it():
     outlook = foretell(curve(points=60, last=16_000.0))
     assert outlook.points == 30
