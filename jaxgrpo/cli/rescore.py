@@ -8,9 +8,12 @@ from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
+from jaxgrpo.advantages.stats import added
 from jaxgrpo.cli.inference import write_rows
 from jaxgrpo.cli.samples import find_steps, read_step
 from jaxgrpo.config import files as configs
@@ -35,8 +38,8 @@ from jaxgrpo.training.records.report.record import (
     RewardSum,
     reward_sum,
     shown,
-    total_reward,
     visible,
+    weighted_rewards,
 )
 from jaxgrpo.training.rewarding import print_failures, resolve_rewards
 from jaxgrpo.training.stored_policy import read_run
@@ -55,6 +58,8 @@ LEGEND = {
 }
 
 Row = Mapping[str, Any]
+
+_add = jax.jit(added)
 
 
 class StepScores(NamedTuple):
@@ -94,7 +99,7 @@ def rescore(
     steps = find_steps(folder, step)
     names = ["config.toml", *(f"samples/step_{number}.jsonl" for number in steps)]
     check_writable(out, inputs=[*config.data.paths, *(str(folder / name) for name in names)])
-    process.start("cpu")  # no device computes anything
+    process.start("cpu")  # which sums rewards, and computes nothing else
     data = (
         load_run_rows(config.data, config.model, config.rollout, config.tools, config.environments)
         if config.data.path
@@ -208,23 +213,32 @@ def compare_step(
     Args:
       summing: how the run adds up rewards.
     """
-    old = _totals(scored.rows, summing)
     group = np.array([row["ordinal"] for row in scored.rows])
+    old = _totals(scored.rows, summing, group)
     new = {name: values.astype(float) for name, values in scored.scores.items()}
     if len(judges) > 1:
         weights = {judge.name: judge.weight for judge in judges}
         judged = zip(*new.values(), strict=True)
         rows = [{"rewards": dict(zip(new, values, strict=True))} for values in judged]
-        new |= {TOTAL: _totals(rows, RewardSum(weights, summing.adds_scored))}
+        new |= {TOTAL: _totals(rows, RewardSum(weights, summing.adds_scored), group)}
     for name, values in new.items():
         numbers: Agreement = agreement.compare(old, values, group)
         yield {"step": scored.rows[0]["step"], "reward": name, **numbers._asdict()}
 
 
-def _totals(rows: Sequence[Row], summing: RewardSum) -> np.ndarray:
-    """`total_reward` of each row; NaN where there is none."""
-    totals = [total_reward(row, summing) for row in rows]
-    return np.array([np.nan if total is None else total for total in totals])
+def _totals(rows: Sequence[Row], summing: RewardSum, group: np.ndarray) -> np.ndarray:
+    """The sum of each row's rewards, as a chain takes it (`added`); NaN where there is none."""
+    terms = [weighted_rewards(row, summing) for row in rows]
+    numbers, places = np.unique(group, return_inverse=True)
+    ranks = [int((group[:place] == group[place]).sum()) for place in range(len(group))]
+    longest = max(1, *(len(parts or ()) for parts in terms))
+    table = np.zeros((longest, len(numbers), max(ranks) + 1), np.float32)
+    mask = np.zeros(table.shape[1:], bool)
+    for parts, place, rank in zip(terms, places, ranks, strict=True):
+        table[: len(parts or ()), place, rank] = parts or ()
+        mask[place, rank] = parts is not None
+    totals = np.asarray(_add([*jnp.asarray(table)], jnp.asarray(mask)))
+    return np.where(mask, totals, np.nan)[places, ranks].astype(float)
 
 
 def _check_same(

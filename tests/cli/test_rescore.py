@@ -15,11 +15,14 @@ from rich.console import Console
 
 from jaxgrpo.cli import make_base, rescore
 from jaxgrpo.cli.main import main
+from jaxgrpo.cli.rescore import StepScores
 from jaxgrpo.config import files as configs
 from jaxgrpo.data.tasks import calculator
+from jaxgrpo.rewards import Reward, RewardLog
 from jaxgrpo.training import loop
 from jaxgrpo.training.records.folder import RunFolder
 from jaxgrpo.training.records.reading import read_samples
+from jaxgrpo.training.records.report.record import RewardSum
 
 CODE = '''
 def call(text):
@@ -171,6 +174,29 @@ def test_both_sums_are_of_what_was_scored_where_the_run_adds_that_up(run, capsys
     assert [entry["unscored"] for entry in plain] == [1, 0, 1]
     assert [entry["unscored"] for entry in summed] == [1, 0, 0]
     assert summed[:2] == plain[:2]
+
+
+@pytest.mark.parametrize(
+    ("weights", "first", "second"),
+    [
+        ((0.1, 0.2, -0.3), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0)),
+        ((1.0, -1.0), (float(np.float32(30.1)), 30.0), (float(np.float32(0.1)), 0.0)),
+    ],
+    ids=["zero", "near"],
+)
+def test_a_group_whose_sums_differ_by_the_rounding_of_larger_terms_is_flat(weights, first, second):
+    """As in training: .1 + .2 - .3 is 5.6e-17, and 30.1 - 30 as float32 numbers 0.1000004."""
+    by_name = dict(zip("abc", weights, strict=False))
+    judges = [Reward(name, sum, weight) for name, weight in by_name.items()]
+    pair = [dict(zip(by_name, values, strict=True)) for values in (first, second)]
+    scores = {name: np.array([rewards[name] for rewards in pair], np.float32) for name in by_name}
+    rows, log = [sample(0, n, "a", float(n)) for n in range(2)], RewardLog({}, {}, {}, {})
+    entries = [*rescore.compare_step(StepScores(rows, scores, log), judges, RewardSum())]
+    assert [entry["now_flat"] for entry in entries] == [0] * len(judges) + [1]
+    rows = [sample(0, n, "a", None, rewards=rewards) for n, rewards in enumerate(pair)]
+    right = {"right": np.array([0, 1], np.float32)}
+    (entry,) = rescore.compare_step(StepScores(rows, right, log), judges[:1], RewardSum(by_name))
+    assert (entry["now_informative"], entry["sign_changed"]) == (1, 1.0)
 
 
 def test_the_table_of_many_steps_fits_a_terminal_of_80_columns():

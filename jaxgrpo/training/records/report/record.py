@@ -120,17 +120,21 @@ class RewardSum(NamedTuple):
 
 
 def total_reward(row: Mapping[str, Any], summing: RewardSum) -> float | None:
-    """The weighted sum of a sample's rewards; None where one that weighs could not be scored, or,
+    """The sum of a sample's `weighted_rewards`; None where there are none."""
+    terms = weighted_rewards(row, summing)
+    return None if terms is None else sum(terms, 0.0)
+
+
+def weighted_rewards(row: Mapping[str, Any], summing: RewardSum) -> list[float] | None:
+    """A sample's rewards by their weights; None where one that weighs could not be scored, or,
     where what was scored is added up, where none could."""
     weighed = [
         (weight, value)
         for name, value in row["rewards"].items()
         if (weight := summing.weights.get(name, 1.0))
     ]
-    parts = [weight * value for weight, value in weighed if is_number(value)]
-    if len(parts) < len(weighed) and not (parts and summing.adds_scored):
-        return None
-    return sum(parts, 0.0)
+    terms = [weight * value for weight, value in weighed if is_number(value)]
+    return terms if len(terms) == len(weighed) or (terms and summing.adds_scored) else None
 
 
 def mean_advantage(value: Any) -> float | None:
