@@ -62,7 +62,8 @@ def probe(
 
     Args:
       target: a model folder, a run folder, a config file, or a shipped config's name.
-      data: as data.path, or rows; by default the training data of the run or config.
+      data: as data.path, or rows; by default the training data of the run or config; of
+        a run on rows from Python or saved rollouts its eval.data.
       reward: the name of one or a function; by default the first of the run or config.
       samples: N per prompt; 16 by default.
       prompts: how many, from the start of the data; all by default.

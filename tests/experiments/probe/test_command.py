@@ -63,6 +63,17 @@ def test_rows_from_python_are_asked_beside_a_config_that_mixes_data(tmp_path):
         command._config(str(file), {}, ())
 
 
+def test_a_run_on_rows_from_python_is_probed_on_its_evaluation_data(tmp_path):
+    """The rows are gone. Samples, prompts and scorer are those of a probe all the same."""
+    keys = {"data": "task:confidence:test", "samples": 3, "prompts": 7, "scorer": "math"}
+    stored_tables = minimal_config.tables(data={}, eval=keys)
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(stored_tables))
+    config = command._config(tmp_path, {}, ())
+    probed = config.eval
+    assert (probed.data, config.scorer_name) == ("task:confidence:test", "arithmetic")
+    assert (probed.samples, probed.prompts) == (16, None)
+
+
 def table(folder, rates):
     tables.write_model(folder / "model", rates)
     tables.write_data(folder / "data.jsonl", len(rates))
