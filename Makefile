@@ -3,10 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -c constraints.txt
 JOBS ?= 2
+TIMES ?=
 # A worker that dies ends the run: pytest-xdist (3.8) otherwise waits for its last files for ever.
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 \
   --dist loadfile --no-loadscope-reorder \
   $(if $(TIMES),--times $(TIMES))
+
+CHECK_PYTHON = $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'jaxgrpo needs Python 3.11 or newer, but $(PYTHON) is ' + sys.version.split()[0] + ': name another one, make PYTHON=python3.12')"
 
 .PHONY: help quickstart quickstarts agents real-model real-methods test-fast test-oldest test-newest test test-all test-long test-reliability readme lint docs checks site experiments clean
 

@@ -283,7 +283,7 @@ LINES = {
     "update": 2577,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
     "config": 2899,  # with tools and environments, other methods by name, scores of several models
     "evaluation": 784,  # with how two judgements agree
-    "training": 8958,  # 127 of it faults around a run; conversations, damaged runs, sampled memory
+    "training": 9008,  # 127 of it faults around a run; conversations, damaged runs, sampled memory
     "planning": 1866,  # 110 of it what compiled programs move, which benchmarks had
     "experiments": 4166,  # 1,135 of it what methods climb, by enumeration; 87 the atlas
     "cli": 3663,  # with saved samples judged again, queries answered, small models of 33 families

@@ -1,4 +1,4 @@
-"""What those need who carry the project on: workflows, forms, hooks, citation.
+"""What those need who carry the project on: workflows, forms, hooks, citation, Makefile.
 
 Each file is parsed, and each checker finds a fault that is planted in it.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -342,7 +343,7 @@ def test_links_and_targets_of_the_pages_exist(page):
     assert links or make_targets(text)
 
 
-# Citation and hooks
+# Citation, hooks and the Makefile
 
 
 def citation_problems(citation: Any) -> list[str]:
@@ -382,6 +383,31 @@ def test_the_citation_names_the_version_and_the_licence_of_the_package():
 def test_a_fault_of_the_citation_is_found(path, value, problem):
     citation = yaml_files.read(REPOSITORY / "CITATION.cff")
     assert any(problem in p for p in citation_problems(yaml_files.changed(citation, path, value)))
+
+
+def test_every_variable_that_the_makefile_uses_is_set_in_it():
+    """make takes an unset variable for an empty text, and a recipe then leaves out its command."""
+    used = set(re.findall(r"\$\((\w+)\)", MAKEFILE))
+    assert used - set(re.findall(r"^(?:\S+: )?(\w+) [:?]?=", MAKEFILE, re.MULTILINE)) == set()
+    assert {"PYTHON", "BIN", "JOBS"} <= used
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+def test_a_python_that_is_too_old_ends_make_before_an_environment_is_made(tmp_path):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_bytes((REPOSITORY / name).read_bytes())
+    old_python = tmp_path / "python3.10"
+    old_python.write_text(
+        f'#!/bin/sh\nshift\nexec {sys.executable} -c "import sys\n'
+        "sys.version, sys.version_info = '3.10.12 (main)', (3, 10, 12)\n$1\"\n"
+    )
+    old_python.chmod(0o755)
+    command = ["make", "quickstart", f"PYTHON={old_python}"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 2
+    message = f"jaxgrpo needs Python 3.11 or newer, but {old_python} is 3.10.12: name another one"
+    assert message in result.stderr
+    assert not (tmp_path / ".venv").exists()
 
 
 def test_the_hooks_run_what_make_lint_runs():
