@@ -106,6 +106,18 @@ def test_an_accelerator_that_jax_cannot_use_is_noticed_unless_it_is_hidden(tmp_p
     assert idle_accelerator({"CUDA_VISIBLE_DEVICES": ""}, str(tmp_path)) is not None
 
 
+@pytest.mark.parametrize(("name", "tpus", "has_driver"), [("vfio/0", 4, False), ("dxg", 0, True)])
+def test_a_device_file_that_others_have_too_is_an_accelerator_beside_its_chip_or_driver(
+    tmp_path, name, tpus, has_driver
+):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    assert idle_accelerator({}, str(tmp_path), lambda: (0, None), lambda: False) is None
+    system = str(tmp_path), lambda: (tpus, None), lambda: has_driver
+    assert idle_accelerator({}, *system) == f"{tmp_path}/{name}"
+    assert (idle_accelerator({"CUDA_VISIBLE_DEVICES": "-1"}, *system) is None) == has_driver
+
+
 GRAPHS_OFF = "--xla_gpu_enable_command_buffer="
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
+from typing import Any
 
 import jax
+from jax._src.hardware_utils import num_available_tpu_chips_and_device_id
 from jax._src.xla_bridge import backends_are_initialized
 
 from jaxgrpo.core.errors import InputError, one_line
@@ -106,13 +108,36 @@ def check_platform(platform: str, backend: str) -> None:
         )
 
 
-def idle_accelerator(environment: Mapping[str, str], folder: str = "/dev") -> str | None:
-    """The device file of an accelerator of this machine that is not hidden from JAX."""
+def idle_accelerator(
+    environment: Mapping[str, str],
+    folder: str = "/dev",
+    count_tpus: Callable[[], tuple[int, Any]] = num_available_tpu_chips_and_device_id,
+    has_driver: Callable[[], bool] = parent.has_driver,
+) -> str | None:
+    """The device file of an accelerator of this machine that is not hidden from JAX.
+
+    A virtual machine's host has vfio/N too, which are TPUs only beside chips on its PCI bus; and
+    WSL2 has dxg for GPUs of all makers, of which only NVIDIA's come with a driver of CUDA.
+
+    Args:
+      folder: of device files.
+      count_tpus: gives the number of TPU chips on the PCI bus, and their version.
+      has_driver: whether there is a driver of CUDA.
+    """
     if "cpu" in environment.get("JAX_PLATFORMS", ""):
         return None
-    hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    names = ["accel[0-9]*"] if hidden else ["nvidia[0-9]*", "accel[0-9]*"]
-    return next((str(file) for name in names for file in sorted(Path(folder).glob(name))), None)
+    is_hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    patterns = {
+        "nvidia[0-9]*": lambda: not is_hidden,
+        "dxg": lambda: not is_hidden and has_driver(),
+        "accel[0-9]*": lambda: True,
+        "vfio/[0-9]*": lambda: count_tpus()[0] > 0,
+    }
+    for pattern, is_accelerator in patterns.items():
+        files = sorted(Path(folder).glob(pattern))
+        if files and is_accelerator():
+            return str(files[0])
+    return None
 
 
 def quiet_libtpu(environment: MutableMapping[str, str]) -> None:

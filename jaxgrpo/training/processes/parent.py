@@ -380,13 +380,16 @@ def has_cuda() -> bool:
 
 def _only_compiles() -> bool:
     """Whether JAX's plugin for CUDA is installed and there is no driver that it could use."""
-    if not _has_plugin():
-        return False
+    return _has_plugin() and not has_driver()
+
+
+def has_driver() -> bool:
+    """Whether there is a driver of CUDA."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return True
-    return False
+        return False
+    return True
 
 
 def _has_plugin() -> bool:
