@@ -44,6 +44,11 @@ def quickstart(
         places = f"model.path=runs/base-{family}", f"run.dir=runs/quickstart-{family}"
         overrides = [*places, *overrides]
     config = files.load("quickstart", overrides)
+    if config.eval.data is None:
+        raise InputError(
+            "quickstart evaluates the base and the trained model, and eval.data is unset: name it, "
+            "as task:arithmetic:test; a run without it is `jaxgrpo train quickstart`"
+        )
     console = Console(highlight=False)
     process.start(config.mesh.platform)
     if jax.process_count() > 1:

@@ -67,6 +67,7 @@ def test_set_may_be_given_again(capsys):
         (["train", "absent.toml"], "absent.toml: 1 problem\n  there is no such file"),
         (["train", "quickstrat"], "no shipped config: did you mean 'quickstart'"),
         (["quickstart", "--family", "lama"], "did you mean 'llama'"),
+        (["quickstart", "--set", "eval.data=", "eval.every=0"], "and eval.data is unset: name it"),
         (["make-base", "arithmetics", "x"], "did you mean 'arithmetic'"),
         (["make-base", "arithmetic", "x", "--steps", "0"], "steps = 0: give 1 or more"),
     ],
