@@ -367,7 +367,7 @@ def device_bytes(mesh: Mesh) -> int:
 
 def _local_bytes(mesh: Mesh) -> tuple[int, int]:
     """Bytes of this process's smallest device, or of its host and how many devices share it."""
-    devices = mesh.local_devices
+    devices = mesh.local_devices or [*mesh.devices.flat]  # of stand-ins a process may have none
     try:
         stats = [device.memory_stats() or {} for device in devices]
     except jax.errors.JaxRuntimeError:  # they are compiled for, and not here

@@ -76,6 +76,15 @@ def test_of_devices_of_several_sizes_the_smallest_counts():
     assert memory.device_bytes(sharding.make_mesh(devices=devices)) == 24 * GIB
 
 
+def test_a_process_that_none_of_the_devices_stands_for_knows_their_memory():
+    """As of a dry run in several processes: a mesh that is not here may be of fewer hosts."""
+    process = jax.process_index() + 1
+    devices = [topologies.StandIn(n, "gpu", "GPU", 24 * GIB, process) for n in range(2)]
+    mesh = sharding.make_mesh(devices=devices)
+    assert mesh.local_devices == []
+    assert memory.device_bytes(mesh) == 24 * GIB
+
+
 def test_what_a_gpu_has_no_room_for_may_have_room_in_a_larger_share_of_it(monkeypatch):
     for name in memory.GPU_SHARES:
         monkeypatch.delenv(name, raising=False)
