@@ -90,10 +90,10 @@ def evaluate(
     source, rows = source_or_rows(data)
     judge = judge_name(scorer)
     eval_keys = {"data": source, "scorer": judge, "samples": samples, "prompts": prompts}
-    config = config_for(target, {**overrides, **_eval_changes(eval_keys)})
-    _, evaluation = _measure(
-        Console(highlight=False), target, config, rows, scorer, base and os.fspath(base)
-    )
+    console = Console(highlight=False)
+    config = config_for(target, {**overrides, **_eval_changes(eval_keys)}, console=console)
+    base_path = base and os.fspath(base)
+    _, evaluation = _measure(console, target, config, rows, scorer, base_path)
     return evaluation.metrics
 
 
@@ -119,9 +119,9 @@ def print_evaluation(
     Raises: InputError where there is no data or no scorer, or one of them cannot be used.
     """
     eval_keys = {"data": data, "scorer": scorer, "samples": samples, "prompts": prompts}
-    config = config_for(target, _eval_changes(eval_keys), overrides)
-    check_writable(answers, inputs=[target, config.eval.data])
     console = Console(highlight=False)
+    config = config_for(target, _eval_changes(eval_keys), overrides, console)
+    check_writable(answers, inputs=[target, config.eval.data])
     questions, evaluation = _measure(console, target, config, None, None, base)
     if not process.is_main():
         return 0

@@ -92,8 +92,8 @@ def sample(
     own_code.forget_changed()
     _check(samples, temperature)
     changes = {**overrides, **option_changes(None, top_k, top_p, max_tokens)}
-    config, rows = config_for(target, changes), [{"prompt": prompt} for prompt in prompts]
-    console = Console(highlight=False)
+    console, rows = Console(highlight=False), [{"prompt": prompt} for prompt in prompts]
+    config = config_for(target, changes, console=console)
     policy, questions = _unjudged(find_policy(console, config, rows, temperature=temperature))
     ask = make_asker(policy, questions, samples, rounds=ROUNDS, purpose=PURPOSE)
     with contextlib.closing(policy), telling(console, "sampling"):
@@ -132,11 +132,11 @@ def write_samples(
     check_writable(out, inputs=[target, prompts])
     rows = _lines(prompts)
     changes = option_changes(None if rows else prompts, top_k, top_p, max_tokens)
-    config = config_for(target, changes, overrides)
+    console = Console(highlight=False)
+    config = config_for(target, changes, overrides, console)
     config = dataclasses.replace(config, data=without_columns(config.data))
     process.start(config.mesh.platform)
     config = config.at_time(config.data.template_time or _template_time(out, overwrite))
-    console = Console(highlight=False)
     policy, questions = _unjudged(find_policy(console, config, rows, temperature=temperature))
     batches = make_batches(policy, questions, samples, rounds=ROUNDS, purpose=PURPOSE)
     facts = _facts(samples, policy.engine.settings.temperature, config_facts(config), questions)

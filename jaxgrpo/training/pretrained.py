@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
+from rich.console import Console
 
 from jaxgrpo.config import own_code
 from jaxgrpo.config.keys import LoraKeys, MeshKeys, ModelKeys, RolloutKeys
@@ -26,6 +27,7 @@ from jaxgrpo.rollout.engine import SEGMENT, SEGMENT_OF_TURNS, SamplingSettings
 from jaxgrpo.rollout.goals import Goals, make_goals
 from jaxgrpo.rollout.stopping import EarlyStop, StopStrings, make_interruption
 from jaxgrpo.training import parameters
+from jaxgrpo.training.processes import process
 from jaxgrpo.update.packing import Geometry
 
 
@@ -107,6 +109,34 @@ def _merged(model: Model, params: Params) -> Params:
 def make_mesh(sizes: MeshKeys, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh that a config asks for, on the devices that are here by default."""
     return sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, sizes.context, devices=devices)
+
+
+def usable_mesh(console: Console, keys: MeshKeys, user_keys: Collection[str]) -> MeshKeys:
+    """`mesh` of a run's config, or where no such mesh can be made of the devices of this machine
+    its defaults, which take all of them; a line says so.
+
+    Args:
+      user_keys: full names of keys that the user has set; sizes of the mesh among them stay.
+
+    Raises: InputError as `process.start`.
+    """
+    default = MeshKeys(platform=keys.platform)
+    sets_sizes = any(f"mesh.{name}" in user_keys for name in vars(keys) if name != "platform")
+    if keys == default or sets_sizes:
+        return keys
+    process.start(keys.platform)
+    try:
+        sharding.sampling_mesh(make_mesh(keys), keys.sampling_tensor)
+    except InputError:
+        sizes, count = vars(keys), jax.device_count()
+        changes = {name: size for name, size in vars(default).items() if size != sizes[name]}
+        words = ", ".join(f"{name} {sizes[name]}" for name in changes)
+        overrides = " ".join(f"mesh.{name}={size}" for name, size in changes.items())
+        text = f"the run's mesh ({words}) does not fit {count} device{'s' * (count > 1)}: "
+        if process.is_main():
+            console.print(f"{text}used with --set {overrides}", soft_wrap=True)
+        return default
+    return keys
 
 
 def find_model(

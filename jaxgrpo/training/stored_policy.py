@@ -60,6 +60,7 @@ from jaxgrpo.training.pretrained import (
     make_mesh,
     run_goals,
     sampling_settings,
+    usable_mesh,
 )
 from jaxgrpo.training.processes import peers, process
 from jaxgrpo.training.records.reading import read_text
@@ -121,11 +122,15 @@ class StoredPolicy(Policy):
 
 
 def config_for(
-    target: str | Place, changes: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
+    target: str | Place,
+    changes: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+    console: Console | None = None,
 ) -> Config:
     """The config by which a target is sampled: a run's own, a config's, or DEFAULTS for a model.
 
-    A model of fewer positions than those of DEFAULTS has as many tokens.
+    A model of fewer positions than those of DEFAULTS has as many tokens. With a console, for what
+    samples on the devices of this machine, the mesh of a run is its `usable_mesh`.
 
     Raises: ConfigError with all problems; InputError where there is no such model.
     """
@@ -141,8 +146,7 @@ def config_for(
         raw, source = configs.read_tables(target)
         tables = configs.absolute(raw, config_folder(source))
     else:
-        tables, is_model = {**DEFAULTS, "model": {"path": os.fspath(target)}}, True
-        source = None
+        tables, is_model, source = {**DEFAULTS, "model": {"path": os.fspath(target)}}, True, None
     replacements = {name: value for name, value in (changes or {}).items() if value is not None}
     names = configs.flat(replacements)  # they may be nested
     eval_keys = tables.get("eval", {})
@@ -159,9 +163,10 @@ def config_for(
             raise
         return configs.from_dict(changed, overrides, source=source, is_stored=is_stored)
 
-    config = config_with()
+    config, user_keys = config_with(), {*names, *configs.named_keys(overrides)}
+    if is_stored and console is not None:
+        return dataclasses.replace(config, mesh=usable_mesh(console, config.mesh, user_keys))
     if is_model:
-        user_keys = {*names, *configs.named_keys(overrides)}
         positions = find_config(config.model, fetch_weights=False)[1].longest
         return config_with(**_fitting(config.rollout, positions, user_keys))
     return config
@@ -254,7 +259,7 @@ def find_answerer(
     Args: as in `config_for`; and `temperature`, instead of the config's; None: that one.
     Raises: InputError where there is no such model, or it cannot be sampled.
     """
-    config = config_for(target, changes, overrides)
+    config = config_for(target, changes, overrides, console)
     start = config.model, config.lora, config.rollout, config.train.remat
     pretrained, chat = _find_model(console, start, config.mesh, config.data)
     settings = sampling_settings(config.rollout, pretrained)

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 
 import pytest
 import small_run
@@ -15,6 +16,7 @@ from jaxgrpo.models import decoder
 from jaxgrpo.models.hf import folders
 from jaxgrpo.training import loop
 from jaxgrpo.training.checkpoints import parameter_hash
+from jaxgrpo.training.stored_policy import config_for
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +60,23 @@ def test_eval_of_a_run_asks_what_the_run_asked(run, tmp_path, capsys):
     assert code == 0, output
     assert "95% interval" in output
     assert f"{measured['accuracy']:.3f}" in output
+
+
+@pytest.mark.slow
+def test_eval_of_a_run_of_more_devices_takes_all_that_there_are_and_says_so(run, tmp_path, capsys):
+    folder = tmp_path / "r"
+    shutil.copytree(run.path, folder)
+    tables, file = configs.read_tables(folder / "config.toml")
+    tables["mesh"] |= {"fsdp": 64, "sampling_tensor": 8}
+    file.write_text(configs.write_toml(tables))
+    measured, notes = document(capsys, "eval", folder)
+    refused, overrides = "fsdp 64, sampling_tensor 8", "mesh.fsdp=1 mesh.sampling_tensor=0"
+    line = f"the run's mesh ({refused}) does not fit 4 devices: used with --set {overrides}"
+    assert line in notes
+    assert measured["accuracy"] == run.summary["trained"]["accuracy"]
+    code, output = main(capsys, "eval", folder, "--set", "mesh.sampling_tensor=0")
+    assert (code, "fsdp 64" in output, "choose sizes whose product" in output) == (2, True, True)
+    assert config_for(folder).mesh.fsdp == 64  # as of `model`, which needs no devices
 
 
 @pytest.mark.full

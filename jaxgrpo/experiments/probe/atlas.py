@@ -54,7 +54,7 @@ def probe_atlas(
     source, rows = source_or_rows(data)
     changes = {**tables, **({} if source is None else {"data.path": source})}
     changes |= {"rewards": [{"use": reward}]} if isinstance(reward, str) else {}
-    config = config_for(target, changes, overrides)
+    config = config_for(target, changes, overrides, Console(highlight=False))
     functions = {callable_name(reward): reward} if callable(reward) else None
     if functions is None and NO_REWARD in [reward.use for reward in config.rewards]:
         raise InputError("nothing judges the samples; give --reward, as math")

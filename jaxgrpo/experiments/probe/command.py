@@ -85,8 +85,9 @@ def probe(
     source, rows = source_or_rows(data)
     judge = judge_name(reward)
     eval_keys = {"data": source, "scorer": judge, "samples": samples, "prompts": prompts}
-    config = _config(target, eval_keys, (), overrides, rows)
-    return _probe(Console(highlight=False), target, config, level, rows, reward)
+    console = Console(highlight=False)
+    config = _config(target, eval_keys, (), overrides, rows, console)
+    return _probe(console, target, config, level, rows, reward)
 
 
 def main(
@@ -123,7 +124,7 @@ def main(
         shown = atlas
     else:
         eval_keys = {"data": data, "scorer": reward, "samples": samples, "prompts": prompts}
-        config = _config(target, eval_keys, overrides)
+        config = _config(target, eval_keys, overrides, console=console)
         numbers = _probe(console, target, config, level)
         shown = report
     if not process.is_main():
@@ -193,6 +194,7 @@ def _config(
     overrides: Sequence[str],
     tables: Mapping[str, Any] = MappingProxyType({}),
     rows: Rows | None = None,
+    console: Console | None = None,
 ) -> Config:
     """The config of an evaluation with `eval_keys`, those of `eval` that are not None.
 
@@ -202,9 +204,10 @@ def _config(
     Args:
       overrides: of the command line; `tables`: of Python, nested or dotted.
       rows: that are asked instead of eval.data.
+      console: as in `config_for`.
     """
     changes = {f"eval.{name}": value for name, value in eval_keys.items() if value is not None}
-    config = config_for(target, {**tables, **changes}, overrides)
+    config = config_for(target, {**tables, **changes}, overrides, console)
     user_keys = {*changes, *flat(tables), *named_keys(overrides)}
     eval_keys_of_data = _eval_keys(config.eval, config.data, user_keys, rows is not None)
     config = dataclasses.replace(config, eval=eval_keys_of_data)
