@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml_files
 from jax._src.clusters import ClusterEnv
+from packaging.specifiers import SpecifierSet
 
 from jaxgrpo.cli import main
 from jaxgrpo.config.files import Config, load
@@ -388,6 +391,20 @@ JOBSETS = ("jobset_tpu", "jobset_gpu")
 @pytest.mark.parametrize("name", JOBSETS)
 def test_a_jobset_asks_for_the_devices_of_its_config(name):
     assert jobset_problems(yaml_files.read(CLUSTER / f"{name}.yaml")) == []
+
+
+def test_a_tpu_machine_gets_a_python_that_is_new_enough_and_commands_that_are_read():
+    page = (REPOSITORY / "docs" / "scaling.md").read_text().replace("\\\n", " ")
+    make, install, *runs = re.findall(r'--worker=all +--command="([^"]+)"', page)
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    (version,) = re.findall(r"uv venv --python (\S+) ~/jaxgrpo$", make)
+    assert version in SpecifierSet(project["requires-python"])
+    (extras,) = re.findall(r"uv pip install --python ~/jaxgrpo 'jaxgrpo\[([a-z,]+)\] @", install)
+    assert {*extras.split(",")} <= project["optional-dependencies"].keys()
+    for words in map(shlex.split, runs):
+        assert words[0] == "~/jaxgrpo/bin/jaxgrpo"
+        main._parser().parse_args(words[1:])
+    assert launch(shlex.split(runs[-1])[1:]).resume == "auto"
 
 
 def test_every_file_of_the_folder_is_tested():
