@@ -20,8 +20,8 @@ from jaxgrpo.training import memory
 SECONDS = 25.0  # for what would fit: the command answers within 45
 MESH_SECONDS = 8.0  # of them, for a mesh that fits other devices
 ROOM = 0.9
-"""Of a chip's memory, what the formulas may fill: they were within 10% of the compiler for the
-programs of tests/planning."""
+"""Of a chip's memory, what the formulas may fill of a run that is looked for: they were within 10%
+of the compiler for the programs of tests/planning."""
 MOST_TENSOR = 16
 """Devices that are tried for the axis "tensor"."""
 MOST_SHOWN = 3
@@ -127,9 +127,9 @@ class Search(NamedTuple):
                 tables.setdefault(table, {})[name] = value
         return files.from_dict(tables, source=self.config.source)
 
-    def has_room(self, run: Run) -> bool:
-        """Whether a run fits into memory by formula."""
-        return by_formula(run, self.topology)[0] <= self._room
+    def fits(self, run: Run) -> bool:
+        """Whether a run fits into memory by formula; what is looked for has to leave more room."""
+        return by_formula(run, self.topology)[0] <= self.topology.chip.memory
 
     @property
     def _room(self) -> float:

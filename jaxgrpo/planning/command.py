@@ -142,7 +142,7 @@ def _run_on(console: Console, search: Search, chooses: bool) -> tuple[Search, Ru
     config, devices = search.config, search.topology.devices
     try:
         run = programs.build_run(config, devices)
-        if not chooses or search.has_room(run):
+        if not chooses or search.fits(run):
             return search, run, {}
     except InputError:
         if not chooses:

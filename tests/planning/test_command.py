@@ -156,7 +156,7 @@ def test_a_mesh_that_does_not_fit_other_devices_is_replaced_by_one_that_does(
     peak = advice.by_formula(
         programs.build_run(planned.config(mesh={"data": 4}), chips.devices), chips
     )
-    tight = chips._replace(chip=chips.chip._replace(memory=int(peak[0] / advice.ROOM) - 1))
+    tight = chips._replace(chip=chips.chip._replace(memory=peak[0] - 1))
     monkeypatch.setattr(topologies, "topology", lambda *_: tight)
     options = ("--formula", "--json")
     assert main(["plan", small(mesh={"data": 4}), "--topology", "v5e:2x2", *options]) == 0
@@ -167,6 +167,21 @@ def test_a_mesh_that_does_not_fit_other_devices_is_replaced_by_one_that_does(
     plan_keys = {"plan": {"topology": "v5e:2x2"}}
     main(["plan", small(mesh={"data": 4}, **plan_keys), *options])
     assert json.loads(capsys.readouterr().out)["changes"] == {}
+
+
+def test_a_mesh_that_fits_other_devices_stays_where_it_leaves_little_room(
+    small, uncompiled, monkeypatch, capsys
+):
+    chips = topologies.topology("v5e:2x2")
+    peak, _ = advice.by_formula(programs.build_run(planned.config(), chips.devices), chips)
+    tight = chips._replace(chip=chips.chip._replace(memory=int(peak / 0.95)))
+    monkeypatch.setattr(topologies, "topology", lambda *_: tight)
+    arguments = ["plan", small(), "--topology", "v5e:2x2", "--formula"]
+    assert main(arguments) == 0
+    assert "does not fit" not in capsys.readouterr().out
+    assert main([*arguments, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["fits"], printed["changes"], printed["peak"]) == (True, {}, peak)
 
 
 @pytest.mark.fault(4)
