@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxgrpo.core.errors import InputError, one_line, refusing
 from jaxgrpo.data import images, splits, storage, tasks
-from jaxgrpo.data.written import as_lists, is_too_long, widen
+from jaxgrpo.data.written import as_lists, is_too_long, widened
 
 Row = dict[str, Any]
 Located = tuple[str, Row]
@@ -181,6 +181,8 @@ def from_python(dataset: Any, split: str | None = None) -> list[Located]:
     are_splits = isinstance(dataset, Mapping) and all(map(_are_rows, dataset.values()))
     if are_splits and any(not isinstance(rows, list) or rows for rows in dataset.values()):
         dataset = splits.select(dataset, split, "dataset", "data")
+    if _is_column(dataset):  # of dicts
+        dataset = _column("dataset", dataset)
     if isinstance(dataset, Mapping) or _is_frame(dataset):
         dataset = _rows_from_columns(dataset)
     is_iterable = hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
@@ -219,9 +221,14 @@ def _is_frame(value: Any) -> bool:
     return type(value).__name__ == "DataFrame" and hasattr(value, "itertuples")
 
 
+def _is_column(value: Any) -> bool:
+    """Whether it is a column of a `datasets.Dataset`."""
+    return type(value).__name__ == "Column" and hasattr(value, "features")
+
+
 def _are_rows(value: Any) -> bool:
     """Whether an entry of a dict is a split and no column: a data set, a table, a list of dicts."""
-    if hasattr(value, "features") or _is_frame(value):
+    if hasattr(value, "column_names") or _is_frame(value):  # a Column has features too
         return True
     return isinstance(value, (list, tuple)) and all(isinstance(row, Mapping) for row in value)
 
@@ -248,6 +255,13 @@ def _column(name: Any, values: Any) -> list[Any]:
     where = f"dataset: column {name!r}"
     if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
         raise InputError(f"{where} is a {type(values).__name__}: give a list with a value per row")
+    if _is_column(values):
+        import datasets
+
+        features = datasets.Features({str(name): values.features})
+        images.refuse_columns("dataset", features)
+        rows = _exact(({str(name): value} for value in values), features.arrow_schema)
+        return [row[str(name)] for row in rows]
     if not hasattr(values, "dtype"):
         return list(values)
     if values.dtype == object:
@@ -258,7 +272,7 @@ def _column(name: Any, values: Any) -> list[Any]:
         f"{where} cannot be read ({{reason}}): give a list", pa.ArrowException, ValueError
     ):
         array = pa.array(values, from_pandas=True)
-    return [_widened(value, array.type) for value in array.to_pylist()]
+    return [widened(value, array.type) for value in array.to_pylist()]
 
 
 def is_gap(value: Any) -> bool:
@@ -327,34 +341,13 @@ def _table(file: Path, source: Source, text_columns: Iterable[str]) -> list[Loca
     return _counted(str(file), _exact(rows, table.schema))
 
 
-WIDTHS = {"halffloat": 16, "float": 32}
-"""The names of narrow floats in Arrow -> their bits."""
-
-
 def _exact(rows: Iterable[Row], schema: Any) -> list[Row]:
     """The rows, with floats of narrow columns as their shortest numbers: 0.1, not 0.100000001."""
     narrow = [field for field in schema if "float" in str(field.type)]
     exact = [dict(row) for row in rows]
     for row in exact:
-        row.update({f.name: _widened(row[f.name], f.type) for f in narrow if f.name in row})
+        row.update({f.name: widened(row[f.name], f.type) for f in narrow if f.name in row})
     return exact
-
-
-def _widened(value: Any, kind: Any) -> Any:
-    """A value of an Arrow type with its narrow floats as their shortest numbers, however deep."""
-    if value is None:
-        return None
-    if width := WIDTHS.get(str(kind)):
-        return widen(value, width)
-    if hasattr(kind, "item_type"):  # a map, as a list of pairs
-        return [(_widened(k, kind.key_type), _widened(v, kind.item_type)) for k, v in value]
-    if isinstance(value, Mapping):
-        return {name: _widened(entry, kind.field(name).type) for name, entry in value.items()}
-    inner = getattr(kind, "value_type", None)
-    if inner is None:
-        return value
-    is_list = hasattr(value, "__len__") and not isinstance(value, (str, bytes))
-    return [_widened(entry, inner) for entry in value] if is_list else _widened(value, inner)
 
 
 def _data_set(source: Source, path: Path) -> Any:

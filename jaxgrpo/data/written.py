@@ -53,6 +53,27 @@ def widen(value: Any, bits: int) -> Any:
     return None if value is None else float(text_of_value(narrow(value)))
 
 
+WIDTHS = {"halffloat": 16, "float": 32}
+"""The names of narrow floats in Arrow -> their bits."""
+
+
+def widened(value: Any, kind: Any) -> Any:
+    """A value of an Arrow type with its narrow floats as their shortest numbers, however deep."""
+    if value is None:
+        return None
+    if width := WIDTHS.get(str(kind)):
+        return widen(value, width)
+    if hasattr(kind, "item_type"):  # a map, as a list of pairs
+        return [(widened(k, kind.key_type), widened(v, kind.item_type)) for k, v in value]
+    if isinstance(value, Mapping):
+        return {name: widened(entry, kind.field(name).type) for name, entry in value.items()}
+    inner = getattr(kind, "value_type", None)
+    if inner is None:
+        return value
+    is_list = hasattr(value, "__len__") and not isinstance(value, (str, bytes))
+    return [widened(entry, inner) for entry in value] if is_list else widened(value, inner)
+
+
 def as_lists(value: Any) -> Any:
     """A value whose arrays are lists, however deep: pandas reads the lists of a table as arrays.
 

@@ -308,6 +308,21 @@ def test_columns_and_data_frames_are_rows_with_exact_numbers():
     assert [row["gold"] for row in read_rows(from_python(gaps))] == [None, None, None, "2"]
 
 
+def test_columns_of_a_data_set_are_rows_however_many_there_are():
+    rows = [{"q": "1+1", "level": 0.1, "entry": {"x": 0.1}}, {"q": "2", "level": 2, "entry": None}]
+    single = datasets.Value("float32")
+    kinds = {"q": datasets.Value("string"), "level": single, "entry": {"x": single}}
+    data_set = datasets.Dataset.from_list(rows, datasets.Features(kinds))
+    for names in (["q", "level", "entry"], ["q"], ["entry"]):
+        columns = {name: data_set[name] for name in names}
+        expected = [{name: row[name] for name in names} for row in read_rows(from_python(data_set))]
+        assert read_rows(from_python(columns)) == expected
+    assert expected[0] == {"entry": {"x": 0.1}}
+    assert read_rows(from_python(data_set.select([0])["entry"])) == [{"x": 0.1}]
+    with pytest.raises(InputError, match="dataset, row 0 is a str: give a dict"):
+        from_python(data_set["q"])
+
+
 def test_a_column_that_the_format_of_a_data_set_hides_is_not_read():
     rows = datasets.Dataset.from_dict({"prompt": ["a"], "score": np.array([0.1], np.float32)})
     assert read_rows(from_python(rows)) == [{"prompt": "a", "score": 0.1}]
@@ -320,6 +335,8 @@ def test_images_of_a_data_set_are_refused_before_they_are_decoded():
     rows = datasets.Dataset.from_dict(columns, datasets.Features(kinds))
     with pytest.raises(InputError, match="dataset: column 'images' holds images, and models are"):
         from_python(rows)
+    with pytest.raises(InputError, match="dataset: column 'images' holds images, and models are"):
+        from_python({name: rows[name] for name in columns})
 
 
 def test_values_of_numpy_are_of_the_kinds_of_python():
