@@ -164,9 +164,19 @@ def prepare(
 def encode(rows: Sequence[Row], chat: Chat) -> list[np.ndarray]:
     """The tokens of each row's prompt as the model reads them, int32 [length].
 
+    Raises: InputError as `encode_texts`, and if rows differ and all prompts are the same tokens.
+    """
+    tokens = encode_texts(rows, chat)
+    _check_differ(rows, tokens, chat)
+    return tokens
+
+
+def encode_texts(rows: Sequence[Row], chat: Chat) -> list[np.ndarray]:
+    """`encode` for rows that are no data set, whose prompts may all be the same tokens.
+
     Raises: InputError if a prompt is empty, gives no token, cannot be written out in full or has a
-      token that the model does not have, if rows differ and all prompts are the same tokens, if a
-      text is written out already, or if the tokenizer ends each text.
+      token that the model does not have, if a text is written out already, or if the tokenizer
+      ends each text.
     """
     prompts = {name_row(rows, place): row["prompt"] for place, row in enumerate(rows)}
     texts = [
@@ -182,7 +192,6 @@ def encode(rows: Sequence[Row], chat: Chat) -> list[np.ndarray]:
             f"{len(empty)} of {len(rows)} prompts are empty or give no token (the first is "
             f"{name_row(rows, empty[0])}, {rows[empty[0]]['prompt']!r}): take them out of the data"
         )
-    _check_differ(rows, tokens, chat)
     if chat.template is None:
         _check_begin(rows, texts, tokens, chat.tokenizer)
         _check_open(chat.tokenizer, texts[0], tokens[0])

@@ -101,7 +101,8 @@ class PromptFunction(NamedTuple):
                     f"{where}: it returned an empty text: return the other prompt as a text"
                 )
         rows = [{**self.rows[index], "prompt": text} for text in texts if text is not None]
-        encoded = iter(_encode(rows, self.chat, where) if rows else ())
+        encode = prompts.encode_texts  # samples may get the same prompt
+        encoded = iter(_encode(rows, self.chat, where, encode) if rows else ())
         all_ids = [np.empty(0, np.int32) if text is None else next(encoded) for text in texts]
         if (longest := max(map(len, all_ids))) > self.limit:
             raise InputError(
@@ -171,7 +172,7 @@ def read_prompts(
             columns_text = ", ".join(sorted(rows[0]))
             raise InputError(f"{where}: the data have no such column; they have {columns_text}")
         else:
-            encoded = _encode(_with_column(rows, prompt, where), chat, where)
+            encoded = _encode(_with_column(rows, prompt, where), chat, where, prompts.encode)
             longest = max(map(len, encoded))
             columns[field] = _padded(encoded, sharding.rounded_up(mesh, longest, "sequence"))
         for policy in entry.policies.values() or (entry.policy,):
@@ -189,9 +190,14 @@ def _with_column(rows: Sequence[Row], column: str, where: str) -> list[Row]:
     ]
 
 
-def _encode(rows: Sequence[Row], chat: Chat, where: str) -> list[np.ndarray]:
+def _encode(
+    rows: Sequence[Row],
+    chat: Chat,
+    where: str,
+    encode: Callable[[Sequence[Row], Chat], list[np.ndarray]],
+) -> list[np.ndarray]:
     try:
-        return prompts.encode(rows, chat)
+        return encode(rows, chat)
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
 

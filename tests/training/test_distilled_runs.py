@@ -20,11 +20,14 @@ from resuming import assert_same_bits, died_and_resumed
 from jaxgrpo.cli import make_base
 from jaxgrpo.core.errors import ConfigError, InputError
 from jaxgrpo.core.scores import choice_field, prompt_field
+from jaxgrpo.data.chat import make_chat
+from jaxgrpo.data.prompts import encode
 from jaxgrpo.data.tasks import arithmetic
+from jaxgrpo.data.tasks.base import character_tokenizer
 from jaxgrpo.models import sharding
 from jaxgrpo.planning import programs
 from jaxgrpo.training import loop
-from jaxgrpo.training.prompted import _with_column, successful_sibling
+from jaxgrpo.training.prompted import PromptFunction, _with_column, successful_sibling
 from jaxgrpo.training.setup import setup
 from jaxgrpo.training.teachers import read_choices, refuse_too_many
 
@@ -164,6 +167,24 @@ def feedback(row, completions, rewards):
         None if score > 0.5 else f"{row['prompt']}{text[:1]}{row['prompt']}"
         for text, score in zip(completions, scores, strict=True)
     ]
+
+
+def test_texts_that_a_template_trims_to_the_same_tokens_are_prompts():
+    tokenizer = character_tokenizer("abc", "{{ messages[0]['content'] | trim }}")
+    chat = make_chat(tokenizer, "auto", None, {}, "model")
+    function = PromptFunction(
+        *("scores[0].prompt", prompt_field("f"), lambda row, completions: ["a", None, "a\n"]),
+        *([{"prompt": "b"}], chat),
+        limit=4,
+        width=4,
+        samples=3,
+        by_sample=True,
+    )
+    first, second, third = (ids.tolist() for ids in function.encode(0, [""] * 3, {}))
+    assert (first, second) == (tokenizer("a")["input_ids"], [])
+    assert third == first
+    with pytest.raises(InputError, match="the 2 rows differ, but all prompts are the same 1 tok"):
+        encode([{"prompt": "a"}, {"prompt": "a\n"}], chat)
 
 
 @pytest.mark.full
