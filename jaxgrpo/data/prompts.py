@@ -6,6 +6,7 @@ column's, with any characters; "{{" and "}}" are braces.
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import functools
 import itertools
@@ -26,6 +27,7 @@ from jaxgrpo.data.written import text_of_value
 SHOWN = 60  # characters of a text in a message
 NO_PROMPT = ' (or to "" where an environment says what is asked)'
 PLACEHOLDER: Any = [{"role": "user", "content": ""}]  # this very object, of data without prompts
+DATES = (datetime.date, datetime.time, datetime.timedelta, np.datetime64, np.timedelta64)
 CHUNK, SECONDS = 256, 60.0  # rows that are tokenised at once, and the time for them
 
 _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")  # of a template
@@ -60,6 +62,7 @@ def load_rows(
     prompt: str,
     answer: str,
     split: str | None = None,
+    completion: str | None = None,
 ) -> list[Row]:
     """The rows of a source, or of a Python object, each with its prompt also under "prompt" and its
     answer under "answer". All have the same columns; what a row lacks is None.
@@ -69,12 +72,14 @@ def load_rows(
         for a message of the user without a word.
       answer: the column that holds what the rewards compare with; "" if there is none.
       split: of a DatasetDict given from Python.
+      completion: a further column of a CSV file that is taken as it is written.
     Raises: InputError if the source or a column does not exist, a line cannot be read, prompts
       or answers are of several kinds, a prompt has an image, or there are no rows.
     """
     needed = placeholders(prompt) if is_template(prompt) else [prompt] * bool(prompt)
     if isinstance(source, Source):
-        located = sources.read(source, text_columns=[*needed, *([answer] if answer else [])])
+        texts = [*needed, *filter(None, (answer, completion))]
+        located = sources.read(source, text_columns=texts)
     else:
         located = sources.from_python(source, split)
     for where, row in located:
@@ -373,13 +378,20 @@ def _check_texts(where: str, row: Row) -> None:
 
 
 def _check_answer(where: str, answer: Any) -> None:
-    """Refuses answers that no completion equals: bytes, and infinite numbers."""
+    """Refuses answers that no completion equals: bytes, infinite numbers, dates and times."""
     if isinstance(answer, bytes):
         raise InputError(f"{where}: answer {answer[:SHOWN]!r} holds bytes: write it as text")
     if isinstance(answer, (float, np.floating)) and np.isinf(answer):
         raise InputError(
             f"{where}: answer {answer} is infinite, or too large for a float: write null where "
             "there is none, or take the row out"
+        )
+    entries = answer if isinstance(answer, (list, tuple, np.ndarray)) else [answer]
+    if dates := [entry for entry in entries if isinstance(entry, DATES)]:
+        raise InputError(
+            f"{where}: answer {dates[0]} is a {type(dates[0]).__name__}, and nothing says how its "
+            "text was written: write it as text; or, where `datasets` took a text for a date, name "
+            "the .jsonl file itself in place of its folder"
         )
 
 

@@ -146,7 +146,8 @@ def load_rows(
             *(keys.path, keys.subset, keys.split, keys.revision), delimiter=keys.delimiter
         )
     columns = source.columns if isinstance(source, Source) else None
-    return prompts.load_rows(source, *(columns or (keys.prompt, keys.answer)), keys.split), None
+    columns = columns or (keys.prompt, keys.answer)
+    return prompts.load_rows(source, *columns, keys.split, keys.completion), None
 
 
 def load_run_rows(
@@ -187,7 +188,8 @@ def _load_mixture(
             delimiter=keys.delimiter,
         )
         prompt, answer = _part_columns(keys, part)
-        rows_by_title[part.title] = prompts.load_rows(source, prompt, answer)
+        rows = prompts.load_rows(source, prompt, answer, completion=keys.completion)
+        rows_by_title[part.title] = rows
         answered += [part.title] * bool(answer)
     weights = tuple(part.weight for part in parts)
     sizes = tuple(map(len, rows_by_title.values()))

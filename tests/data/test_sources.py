@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import errno
 import json
 from pathlib import Path
@@ -121,6 +122,34 @@ def test_bytes_are_no_answer(tmp_path):
     pq.write_table(pa.table({"q": ["1+1"], "gold": [b"2"]}), tmp_path / "rows.parquet")
     with pytest.raises(InputError, match=r"row 0: answer b'2' holds bytes: write it as text"):
         load_rows(Source(str(tmp_path / "rows.parquet")), "q", "gold")
+
+
+@pytest.mark.parametrize(
+    ("answer", "name"),
+    [
+        (datetime.date(2024, 1, 2), "2024-01-02 is a date"),
+        (datetime.datetime(2024, 1, 2, 3), "2024-01-02 03:00:00 is a datetime"),
+        (datetime.time(3), "03:00:00 is a time"),
+        (datetime.timedelta(hours=3), "3:00:00 is a timedelta"),
+        ([datetime.date(2024, 1, 2)], "2024-01-02 is a date"),
+    ],
+)
+def test_dates_and_times_are_no_answers(tmp_path, answer, name):
+    rows = [{"q": "when?", "gold": None}, {"q": "when?", "gold": answer}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    for source in (rows, Source(str(tmp_path / "rows.parquet"))):
+        with pytest.raises(InputError, match=f"row 1: answer {name}, and nothing says how its"):
+            load_rows(source, "q", "gold")
+    with pytest.raises(InputError, match="row 0: answer 2024-01-02 is a datetime64, and nothing"):
+        load_rows([{"q": "when?", "gold": np.datetime64("2024-01-02")}], "q", "gold")
+
+
+def test_a_text_that_a_folder_takes_for_a_date_is_refused_as_answer(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"q": "when?", "gold": "2024-01-02"}\n')
+    (row,) = load_rows(Source(str(tmp_path / "train.jsonl")), "q", "gold")
+    assert row["answer"] == "2024-01-02"
+    with pytest.raises(InputError, match=r"answer 2024-01-02 00:00:00 is a datetime.* name the .j"):
+        load_rows(Source(str(tmp_path)), "q", "gold")
 
 
 def test_a_row_of_a_csv_file_may_be_of_any_length(tmp_path):

@@ -394,3 +394,11 @@ def is_message(completions, prompts, **columns):
         for (message,), prompt in zip(completions, prompts, strict=True)
     ]
     return np.asarray(right, float)
+
+
+def test_texts_to_train_on_stay_as_a_csv_file_has_them(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_text("prompt,solution,level\n1+1=,02,3\n")
+    for path in (str(file), (PartKeys(path=str(file)),)):
+        (row,), _ = inputs.load_rows(DataKeys(path=path, answer="", completion="solution"))
+        assert (row["solution"], row["level"]) == ("02", 3)
