@@ -415,7 +415,7 @@ def _mixture(values: Values, parts: tuple[keys.PartKeys, ...]) -> Iterator[str]:
         options = {name: value for name, value in options.items() if value is not None}
         yield from _source(part.path, f"{where}.path", options)
         if part.prompt is not None:
-            yield from _prompt_template(part.prompt)
+            yield from _prompt_template(part.prompt, f"{where}.prompt")
         if (first := index_by_title.setdefault(part.title, index)) != index:
             yield (
                 f"{where}: {part.title!r} is the name of data.path[{first}] too; give one of them "
@@ -423,10 +423,10 @@ def _mixture(values: Values, parts: tuple[keys.PartKeys, ...]) -> Iterator[str]:
             )
 
 
-def _prompt_template(prompt: str) -> Iterator[str]:
+def _prompt_template(prompt: str, key: str = "data.prompt") -> Iterator[str]:
     if is_template(prompt):
         try:
-            placeholders(prompt)
+            placeholders(prompt, key)
         except InputError as error:
             yield str(error)
 

@@ -26,6 +26,7 @@ from jaxgrpo.data.written import text_of_value
 
 SHOWN = 60  # characters of a text in a message
 NO_PROMPT = ' (or to "" where an environment says what is asked)'
+NO_ANSWER = ' (or to "" where no reward needs it)'
 PLACEHOLDER: Any = [{"role": "user", "content": ""}]  # this very object, of data without prompts
 DATES = (datetime.date, datetime.time, datetime.timedelta, np.datetime64, np.timedelta64)
 CHUNK, SECONDS = 256, 60.0  # rows that are tokenised at once, and the time for them
@@ -76,7 +77,9 @@ def load_rows(
     Raises: InputError if the source or a column does not exist, a line cannot be read, prompts
       or answers are of several kinds, a prompt has an image, or there are no rows.
     """
-    needed = placeholders(prompt) if is_template(prompt) else [prompt] * bool(prompt)
+    table = source.columns_table if isinstance(source, Source) else "data"
+    key, otherwise = f"{table}.prompt", NO_PROMPT if table == "data" else ""
+    needed = placeholders(prompt, key) if is_template(prompt) else [prompt] * bool(prompt)
     if isinstance(source, Source):
         texts = [*needed, *filter(None, (answer, completion))]
         located = sources.read(source, text_columns=texts)
@@ -84,16 +87,16 @@ def load_rows(
         located = sources.from_python(source, split)
     for where, row in located:
         for name in needed:
-            _check_column(where, row, name, "data.prompt", NO_PROMPT)
+            _check_column(where, row, name, key, otherwise)
         if answer:
-            _check_column(where, row, answer, "data.answer", ' (or to "" where no reward needs it)')
+            _check_column(where, row, answer, f"{table}.answer", NO_ANSWER)
     columns = dict.fromkeys(name for _, row in located for name in row)
     rows: list[Row] = []
     for where, raw in located:
         row = FileRow({name: raw.get(name) for name in columns})
         line = where.rpartition(", line ")[2]
         row.line = int(line) if line.isdecimal() else None
-        row["prompt"] = read_prompt(where, raw, prompt, needed)
+        row["prompt"] = read_prompt(where, raw, prompt, needed, key)
         if answer:
             row["answer"] = None if sources.is_gap(raw[answer]) else raw[answer]
         _check_texts(where, row)
@@ -336,11 +339,14 @@ def _check_column(where: str, row: Row, name: str, key: str, otherwise: str) -> 
     )
 
 
-def read_prompt(where: str, row: Row, prompt: str, needed: Sequence[str] = ()) -> Any:
+def read_prompt(
+    where: str, row: Row, prompt: str, needed: Sequence[str] = (), key: str = "data.prompt"
+) -> Any:
     """A row's prompt: a text, or messages.
 
     Args:
       prompt: its column, or a template of the columns `needed`; "": as in `load_rows`.
+      key: of the config that holds the template, for messages.
 
     Raises: InputError, which begins with `where`, for another value.
     """
@@ -352,7 +358,7 @@ def read_prompt(where: str, row: Row, prompt: str, needed: Sequence[str] = ()) -
             if not is_written or sources.is_gap(row[name]):
                 kind = "NaN" if is_written else _kind(row[name])
                 raise InputError(
-                    f"{where}: column {name!r} holds {kind} where data.prompt needs a "
+                    f"{where}: column {name!r} holds {kind} where {key} needs a "
                     "text or a number: write one, or take the row out"
                 )
         return fill(prompt, row)
@@ -432,9 +438,10 @@ def is_template(text: str) -> bool:
     return "{" in text or "}" in text
 
 
-def placeholders(template: str) -> list[str]:
+def placeholders(template: str, key: str = "data.prompt") -> list[str]:
     """The columns that a template names, each once.
 
+    Args: key: of the config that holds it, for messages.
     Raises: InputError on a brace without its partner, or if no column is named.
     >>> placeholders("{a} of {{b}} and {c}")
     ['a', 'c']
@@ -444,14 +451,14 @@ def placeholders(template: str) -> list[str]:
         if piece.group() in ("{", "}") or piece.group(1) == "":
             fault = "names no column" if piece.group(1) == "" else "has no partner"
             raise InputError(
-                f"data.prompt = {template!r}: the brace at character {piece.start()} {fault}: "
+                f"{key} = {template!r}: the brace at character {piece.start()} {fault}: "
                 "write {column} for a column's value, {{ or }} for a brace"
             )
         if piece.group(1) is not None:
             names.append(piece.group(1))
     if not names:
         raise InputError(
-            f"data.prompt = {template!r} names no column, so all prompts would be the same: "
+            f"{key} = {template!r} names no column, so all prompts would be the same: "
             "write {column} where a column's value stands"
         )
     return list(dict.fromkeys(names))

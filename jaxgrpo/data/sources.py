@@ -74,6 +74,7 @@ class Source(NamedTuple):
     key: str = "data.path"  # the key of the config that named it, for messages
     delimiter: str = ","  # between the columns of a CSV file
     columns: tuple[str, str] | None = None  # of prompt and answer; None: as data names them
+    columns_table: str = "data"  # the table of the config that names the columns, for messages
 
     @property
     def where(self) -> str:
@@ -82,8 +83,8 @@ class Source(NamedTuple):
 
     @property
     def table(self) -> str:
-        """The table of the config that holds its keys, data or eval."""
-        return self.key.partition(".")[0]
+        """The table of the config that holds its keys: data, eval or an entry, data.path[0]."""
+        return self.key.rpartition(".")[0]
 
 
 class Mixture(NamedTuple):

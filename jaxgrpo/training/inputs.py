@@ -186,6 +186,7 @@ def _load_mixture(
             part.revision,
             f"data.path[{index}].path",
             delimiter=keys.delimiter,
+            columns_table=f"data.path[{index}]",
         )
         prompt, answer = _part_columns(keys, part)
         rows = prompts.load_rows(source, prompt, answer, completion=keys.completion)
@@ -217,17 +218,18 @@ def eval_source(keys: EvalKeys, training: DataKeys, has_rows: bool = False) -> S
         raise InputError("eval.data: missing; there is nothing to evaluate on")
     is_task = keys.data.startswith(PREFIX)
     is_foreign = is_task and (has_rows or not _trains_on(training.path, keys.data))
-    columns = TASK_COLUMNS if is_foreign else None
+    columns, columns_table = TASK_COLUMNS if is_foreign else None, "data"
     # Beside rows from Python `data` holds the subset and the revision of the evaluated source.
     same: DataKeys | PartKeys | None = training if training.path in (None, keys.data) else None
     if isinstance(training.path, tuple) and not has_rows:
         same = _same_part(keys, training.path)
-        columns = columns if same is None else _part_columns(training, same)
+        if same is not None:
+            columns = _part_columns(training, same)
+            columns_table = f"data.path[{training.path.index(same)}]"
     subset = same.subset if same is not None and keys.subset is None else keys.subset
     revision = None if same is None else same.revision
-    return Source(
-        *(keys.data, subset, keys.split, revision, "eval.data", training.delimiter), columns=columns
-    )
+    place = keys.data, subset, keys.split, revision, "eval.data"
+    return Source(*place, training.delimiter, columns, columns_table)
 
 
 def _same_part(keys: EvalKeys, parts: Sequence[PartKeys]) -> PartKeys | None:

@@ -118,12 +118,36 @@ def test_a_source_that_loses_all_its_rows_is_named():
         ("{ weight = 2.0 }", "data.path[1].path: missing"),
         ('{ path = "task:arithmetic:test" }', "'arithmetic' is the name of data.path[0] too"),
         ('{ path = "task:confidence:train", split = "x" }', "data.path[1].split: "),
-        ('{ path = "task:confidence:train", prompt = "{" }', "has no partner"),
+        (
+            '{ path = "task:confidence:train", prompt = "{" }',
+            "data.path[1].prompt = '{': the brace at character 0 has no partner",
+        ),
     ],
 )
 def test_a_mistake_in_a_mixture_is_one_problem(entry, message):
     (problem,) = problems(f'data.path=[{{ path = "task:arithmetic:train" }}, {entry}]')
     assert message in problem
+
+
+def test_messages_about_an_entry_name_its_keys(tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text('{"text": "1+1", "level": null}\n')
+
+    def refused(message: str, evaluated: EvalKeys | None = None, **changes: Any) -> None:
+        part = PartKeys(path=str(tmp_path), **{"prompt": "text", "answer": "", **changes})
+        data = DataKeys(path=(PartKeys(path="task:sums:train"), part))
+        source = inputs.eval_source(evaluated, data) if evaluated else None
+        with pytest.raises(InputError, match=message):
+            inputs.load_rows(data, source)
+
+    refused(r"several splits: set data.path\[1\].split to one of t")
+    refused(r"Set data.path\[1\].split to one of them", split="val")
+    wrong: Any = {"split": "train", "prompt": "question"}
+    refused(r"columns there: text, level; set data.path\[1\].prompt to one$", **wrong)
+    refused(r"set data.path\[1\].answer to one \(or to \"\"", split="train", answer="gold")
+    refused(r"\(null\) where data.path\[1\].prompt needs a", split="train", prompt="{level}")
+    held_out = EvalKeys(data=str(tmp_path), split="test")
+    refused(r"set data.path\[1\].prompt to one$", held_out, prompt="question")
 
 
 def test_an_evaluation_on_a_source_of_a_list_is_read_as_its_entry():
