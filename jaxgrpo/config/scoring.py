@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from jaxgrpo.config.keys import ScoreKeys
-from jaxgrpo.config.own_code import short_name
+from jaxgrpo.config.own_code import is_reference, short_name
 from jaxgrpo.config.reading import Values, show
 from jaxgrpo.core.scores import NO_SCORES, SCORES, STRIDE, Score, at_student_tokens
 
@@ -62,16 +62,32 @@ def check(values: Values) -> Iterator[str]:
             )
         if not all(isinstance(policy, str) and policy for policy in entry.policies.values()):
             yield f'{where}.policies = {show(entry.policies)}: expected {{ name = "model" }}'
-        if entry.quantity == "rank" and entry.temperature is not None:
-            yield (
-                f"{where}.temperature = {entry.temperature:g}: a rank is the same at all of them: "
-                "leave it out"
-            )
-        if entry.quantity != "effective_rank" and entry.stride != STRIDE:
-            yield (
-                f'{where}.stride = {entry.stride}: only quantity = "effective_rank" reads it, and '
-                f'this is "{entry.quantity}": leave it out'
-            )
+        yield from _unread(where, entry)
+
+
+def _unread(where: str, entry: ScoreKeys) -> Iterator[str]:
+    """Keys that nothing reads."""
+    if entry.quantity == "rank" and entry.temperature is not None:
+        yield (
+            f"{where}.temperature = {entry.temperature:g}: a rank is the same at all of them: "
+            "leave it out"
+        )
+    if entry.quantity != "effective_rank" and entry.stride != STRIDE:
+        yield (
+            f'{where}.stride = {entry.stride}: only quantity = "effective_rank" reads it, and '
+            f'this is "{entry.quantity}": leave it out'
+        )
+    if entry.max_prompt_tokens is not None and not is_reference(entry.prompt or ""):
+        prompt = "no prompt" if entry.prompt is None else f"the column {show(entry.prompt)}"
+        yield (
+            f"{where}.max_prompt_tokens = {entry.max_prompt_tokens}: only a prompt of your own "
+            f"function reads it, and this has {prompt}: leave it out"
+        )
+    if entry.choose_by != ScoreKeys(name=entry.name).choose_by and not entry.policies:
+        yield (
+            f"{where}.choose_by = {show(entry.choose_by)}: nothing reads it without policies: set "
+            "them, or leave it out"
+        )
 
 
 def _score(entry: ScoreKeys) -> Score:

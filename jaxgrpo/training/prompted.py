@@ -157,9 +157,10 @@ def read_prompts(
     for index, entry in enumerate(entries):
         if (prompt := entry.prompt) is None:
             continue
-        where, longest = f'scores[{index}].prompt = "{prompt}"', entry.max_prompt_tokens
-        limit_key = "rollout.max_prompt_tokens" if longest is None else "its max_prompt_tokens"
-        longest = longest or rollout.max_prompt_tokens
+        where, longest = f'scores[{index}].prompt = "{prompt}"', rollout.max_prompt_tokens
+        limits = [score.max_prompt_tokens for score in entries if score.prompt == prompt]
+        limit_key = "its max_prompt_tokens" if any(limits) else "rollout.max_prompt_tokens"
+        longest = max(limit or longest for limit in limits)
         field = prompt_field(own_code.short_name(prompt))
         if own_code.is_reference(prompt):
             function = own_code.load(prompt)

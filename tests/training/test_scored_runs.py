@@ -23,7 +23,9 @@ from jaxgrpo.core.scores import prompt_field
 from jaxgrpo.data.tasks import arithmetic
 from jaxgrpo.models import sharding
 from jaxgrpo.training import loop
+from jaxgrpo.training.inputs import read_inputs
 from jaxgrpo.training.parameters import to_save
+from jaxgrpo.training.prompted import read_prompts
 from jaxgrpo.training.setup import setup
 
 pytestmark = pytest.mark.slow
@@ -240,6 +242,19 @@ def test_a_function_that_writes_no_prompt_is_refused_before_the_run(tmp_path, fu
     assert f"{__file__}:{function}" in str(caught.value)
 
 
+def test_scores_behind_a_function_have_the_largest_of_their_limits(tmp_path):
+    scores = [{"name": name, "prompt": f"{__file__}:long"} for name in ("a", "b", "c")]
+    scores[1]["max_prompt_tokens"] = 40
+    scores[2]["max_prompt_tokens"] = 36
+    config = small_run.config(tmp_path, scores=scores)
+    run_inputs = read_inputs(config, None, None, None)
+    model = run_inputs.pretrained.model
+    _, (function,) = read_prompts(
+        config.scores, config.rollout, run_inputs, lambda policy: model, ["arithmetic"]
+    )
+    assert (function.limit, function.width) == (40, 40)
+
+
 def test_prompts_of_one_name_are_refused_and_their_files_are_read_from_the_configs_folder(tmp_path):
     scores = [{"name": "a", "prompt": "hinted"}, {"name": "b", "prompt": "mine.py:hinted"}]
     with pytest.raises(ConfigError, match="is called hinted too; give the function another name"):
@@ -313,6 +328,13 @@ def short_model(tmp_path):
             [{"name": "x", "quantity": "rank", "temperature": 0.5}],
             "a rank is the same at all of them",
         ),
+        (
+            [{"name": "x", "prompt": "hint", "max_prompt_tokens": 9}],
+            "max_prompt_tokens = 9: only a prompt of your own function reads it, and this has the "
+            'column "hint": leave it out',
+        ),
+        ([{"name": "x", "max_prompt_tokens": 9}], "and this has no prompt: leave it out"),
+        ([{"name": "x", "choose_by": "level"}], "nothing reads it without policies: set them"),
         ([{"name": "prefix"}], "this is another field of a method"),
         ([{"name": "x", "quantity": "topk"}], '"logp" or "entropy"'),
         ([{"policy": "base"}], "scores[0].name: missing"),
