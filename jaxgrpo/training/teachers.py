@@ -17,6 +17,7 @@ from jaxgrpo.core.errors import InputError, suggest
 from jaxgrpo.core.scores import SCORES, Score, choice_field
 from jaxgrpo.core.types import Params
 from jaxgrpo.data.prompts import name_row
+from jaxgrpo.data.written import text_of_value
 from jaxgrpo.losses import Objective
 from jaxgrpo.models import attention, decoder, sequences, sharding
 from jaxgrpo.models.api import Model, ModelConfig
@@ -127,15 +128,15 @@ def read_choices(
         if not entry.policies:
             continue
         names, where = [*entry.policies], f"scores[{index}].policies"
-        for place, row in enumerate(rows):
-            name = row.get(entry.choose_by)
-            if str(name) not in names:
-                hint = suggest(str(name), names)
+        values = [row.get(entry.choose_by) for row in rows]
+        texts = [str(value) if str(value) in names else text_of_value(value) for value in values]
+        for place, text in enumerate(texts):
+            if text not in names:
                 raise InputError(
-                    f"{where}: {name_row(rows, place)} has {entry.choose_by} = {name!r}, which is "
-                    f"none of them: {hint}"
+                    f"{where}: {name_row(rows, place)} has {entry.choose_by} = {values[place]!r}, "
+                    f"which is none of them: {suggest(text, names)}"
                 )
-        numbers = [names.index(str(row[entry.choose_by])) for row in rows]
+        numbers = [names.index(text) for text in texts]
         choices[choice_field(entry.name)] = np.asarray(numbers, np.int32)
     return choices
 

@@ -97,8 +97,12 @@ def test_a_teacher_by_row_scores_the_rows_that_name_it_and_is_counted(tmp_path):
 def test_a_row_names_its_teacher_by_a_number_too(tmp_path):
     entry = {"name": "teacher_logp", "policies": {"1": "base", "2": "ema"}, "choose_by": "level"}
     (score,) = small_run.config(tmp_path, scores=[entry]).scores
-    choices = read_choices([score], [{"level": 2}, {"level": 1}, {"level": "2"}])
-    assert choices[choice_field("teacher_logp")].tolist() == [1, 0, 1]
+    rows = [{"level": level} for level in (2, 1, "2", 1.0, np.float32(2))]
+    choices = read_choices([score], rows)
+    assert choices[choice_field("teacher_logp")].tolist() == [1, 0, 1, 0, 1]
+    score = dataclasses.replace(score, policies={"0.5": "base", "1.0": "ema"})
+    choices = read_choices([score], [{"level": 1.0}, {"level": 0.5}])
+    assert choices[choice_field("teacher_logp")].tolist() == [1, 0]
 
 
 def test_a_plan_has_the_pass_that_names_the_students_tokens(tmp_path):
