@@ -275,7 +275,7 @@ LINES = {
     "advantages": 4170,  # with masks, weights by turn, known answers, teachers, baselines of rows
     "losses": 1412,  # with 290 of surrogates that see an update as a whole, or have other bounds
     "core": 730,  # with what launches and short collectives take
-    "data": 2741,  # with four tasks of experiments, four of several turns, and reasoning-gym's
+    "data": 2771,  # with four tasks of experiments, four of several turns, and reasoning-gym's
     "models": 8666,  # with kernels for GPUs, 8 bits, 2,600 of kinds, experts, latents and families
     "rewards": 2732,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2812,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
