@@ -71,8 +71,8 @@ def main(
     if dry_run:
         refuse_unusable(sft_config.run.dir, resume == "auto")
         earlier_run = find_earlier_run(sft_config) if resume == "auto" else None
-        config, meta = (sft_config, {}) if earlier_run is None else earlier_run[:2]
-        _show(console, opening.set_up(config, meta, SETUP)[0])
+        run_config, meta = (sft_config, {}) if earlier_run is None else earlier_run[:2]
+        _show(console, opening.set_up(run_config, meta, SETUP)[0])
     else:
         train(console, sft_config, resume == "auto")
     return 0

@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import numpy as np
@@ -40,7 +40,7 @@ DTYPES = ("float32", "bfloat16")  # of exported weights
 def export(
     run: str | Place,
     out: str | Place,
-    step: str | int = "last",
+    step: str | SupportsIndex = "last",
     dtype: str | None = None,
     overwrite: bool = False,
 ) -> Place:
@@ -166,7 +166,7 @@ def model_card(config: Config, step: int, evaluation: Mapping[str, float]) -> st
 
 
 def _number(
-    folder: Place, keep_best: str | None, step: str | int, checkpoints: Checkpoints
+    folder: Place, keep_best: str | None, step: str | SupportsIndex, checkpoints: Checkpoints
 ) -> int | None:
     """The step to restore; None for the newest."""
     text = str(step)  # NumPy's numbers too

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, SupportsIndex, Unpack
 
 import jax
 
@@ -79,7 +79,7 @@ class Run(NamedTuple):
     def export(
         self,
         out: str | Path,
-        step: str | int = "last",
+        step: str | SupportsIndex = "last",
         dtype: str | None = None,
         overwrite: bool = False,
     ) -> Place:

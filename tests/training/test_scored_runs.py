@@ -7,6 +7,7 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import by_hand
 import jax
@@ -243,7 +244,9 @@ def test_a_function_that_writes_no_prompt_is_refused_before_the_run(tmp_path, fu
 
 
 def test_scores_behind_a_function_have_the_largest_of_their_limits(tmp_path):
-    scores = [{"name": name, "prompt": f"{__file__}:long"} for name in ("a", "b", "c")]
+    scores: list[dict[str, Any]] = [
+        {"name": name, "prompt": f"{__file__}:long"} for name in ("a", "b", "c")
+    ]
     scores[1]["max_prompt_tokens"] = 40
     scores[2]["max_prompt_tokens"] = 36
     config = small_run.config(tmp_path, scores=scores)

@@ -9,7 +9,6 @@ import numbers
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeGuard
 
 from jaxgrpo.core.errors import InputError
@@ -125,7 +124,7 @@ def is_step(name: str) -> bool:
     return name.isdecimal() and name == str(int(name))
 
 
-def read_object(file: Path, *names: str) -> dict[str, Any]:
+def read_object(file: Place, *names: str) -> dict[str, Any]:
     """The JSON object of a file of a run. Raises: InputError where it lacks one of the names."""
     try:
         content = sources.parse_json(read_text(file) or "")
