@@ -7,6 +7,8 @@ passes over whole sequences compute each head's keys and values, which are less 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from jax import Array
 
 from jaxgrpo.models.api import AttentionKind, Caller, ModelConfig
 from jaxgrpo.models.cache import cache_dtype
-from jaxgrpo.models.layers import Angles, Dense, RMSNorm, rotate, side_by_side
+from jaxgrpo.models.layers import Angles, Dense, RMSNorm, rotate, scaled_by, side_by_side
 from jaxgrpo.models.products import rounded
 
 EPS = 1e-6
@@ -80,8 +82,8 @@ class LatentAttention(nnx.Module):
         latent, turned_key = side_by_side(x, self.latent, self.turned_key)
         latent, turned_key = self.latent_norm(latent), rotate(turned_key[..., None, :], angles)
         if caller.keeps_latents:
-            matrix = self.key.matrix().astype(x.dtype)
-            query = jnp.einsum("...hn,rhn->...hr", query, matrix)
+            adapters = {"...hn,khn->...hk": self.key.lora_b, "...hk,rk->...hr": self.key.lora_a}
+            query = _by_heads(query, self.key, x.dtype, "...hn,rhn->...hr", adapters)
             key = value = latent[..., None, :]
         else:
             key, value = side_by_side(latent, self.key, self.value)
@@ -91,6 +93,36 @@ class LatentAttention(nnx.Module):
         query, key, value = (rounded(leaf, self.attended) for leaf in (query, key, value))
         out, memory = caller.attend(query, key, value, memory, kind)
         if caller.keeps_latents:
-            matrix = self.value.matrix(self.key).astype(x.dtype)
-            out = jnp.einsum("...hr,rhv->...hv", out, matrix)
+            low = self.key.lora_a if self.value.lora_a is None else self.value.lora_a
+            adapters = {"...hr,rk->...hk": low, "...hk,khv->...hv": self.value.lora_b}
+            out = _by_heads(out, self.value, x.dtype, "...hr,rhv->...hv", adapters)
         return self.out(out), memory
+
+
+def _by_heads(
+    x: Array,
+    linear: Dense,
+    dtype: Any,
+    equation: str,
+    adapters: Mapping[str, nnx.Param[Array] | None],
+) -> Array:
+    """x [..., heads, size], each head by its matrix, and by its adapters beside it.
+
+    Args:
+      dtype: that weights are multiplied in.
+      equation: of einsum, for x and the kernel.
+      adapters: the same for x and those of the map, in the order in which x passes them.
+    """
+    matrix = linear.matrix().astype(dtype)
+    if linear.lora_b is None:
+        return jnp.einsum(equation, x, matrix)
+    # Rounded once, as a sum: the last bit of the larger part may be more than all of the smaller.
+    multiply = functools.partial(
+        jnp.einsum, preferred_element_type=jnp.promote_types(dtype, jnp.float32)
+    )
+    added = x
+    for adapter_equation, weights in adapters.items():
+        assert weights is not None  # a map with a lora_b has a lora_a, or shares one
+        added = multiply(adapter_equation, added.astype(dtype), weights[...].astype(dtype))
+    y = multiply(equation, x, matrix)
+    return (y + scaled_by(added, linear.scale)).astype(jnp.result_type(x, matrix))

@@ -314,20 +314,12 @@ class Dense(LinearMap):
         bias = as_sampled(self.bias[...], self.dtype)
         return (y.astype(jnp.promote_types(y.dtype, bias.dtype)) + bias).astype(y.dtype)
 
-    def matrix(self, before: Dense | None = None) -> Any:
-        """The kernel with scale and adapters, for products with the other side of it.
-
-        Args:
-          before: the map that this one is fused with, which has their lora_a.
-        """
+    def matrix(self) -> Any:
+        """The kernel with its scale and without adapters, for products by heads."""
         kernel: Any = self.kernel[...]
-        if self.kernel_scale is not None:
-            kernel = kernel.astype(jnp.float32) * self.kernel_scale[...]
-        if self.lora_b is None:
+        if self.kernel_scale is None:
             return kernel
-        lora_a = self.lora_a if before is None else before.lora_a
-        assert lora_a is not None  # fused maps are adapted all or none
-        return kernel + scaled_by(jnp.tensordot(lora_a[...], self.lora_b[...], axes=1), self.scale)
+        return kernel.astype(jnp.float32) * self.kernel_scale[...]
 
     def low(self, x: Float[Array, "..."]) -> Any:
         """x · lora_a; None without one."""

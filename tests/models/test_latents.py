@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from pathlib import Path
@@ -15,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import planned
 import pytest
+import tiny
 from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig
 
@@ -151,6 +153,45 @@ def test_latents_as_keys_give_what_each_heads_keys_do(tmp_path):
     np.testing.assert_allclose(absorbed[0][mask > 0], expanded[0][mask > 0], atol=2e-4, rtol=0)
     shapes = (jax.tree.leaves(memory)[0].shape[-2:] for _, memory in (absorbed, expanded))
     assert (*shapes,) == ((1, 18), (4, 16))
+
+
+@pytest.mark.parametrize("is_fused", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_small_adapters_beside_bfloat16_act_on_latents_as_on_each_heads_keys(is_fused):
+    """Of .1% of the weights: added to them in bfloat16, most of that would be lost, where XLA does
+    not keep such sums in float32."""
+    config = model_config(
+        checkpoints.config_fields("deepseek_v3", first_k_dense_replace=3), "config.json"
+    )
+    model = decoder.build(
+        dataclasses.replace(
+            config,
+            dtype="bfloat16",
+            fused=config.fused if is_fused else (),
+            lora=LoraConfig(rank=2, alpha=4.0, targets="attention/(key|value)"),
+            **dict.fromkeys(("float32_activations", "float32_attention", "float32_head"), True),
+        )
+    )
+    adapters, weights = lora.split(tiny.large_params(model))
+    small = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf * 0.0018 if path[-1].key == "lora_b" else leaf, adapters
+    )
+    tokens = jnp.asarray(checkpoints.batch()[0])
+    position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    attend = causal(position, position >= 0)
+
+    as_written = {"xla_allow_excess_precision": False}
+
+    @functools.partial(jax.jit, static_argnames="keeps", compiler_options=as_written)
+    def logits(adapters, keeps):
+        params, caller = lora.join(adapters, weights), Caller(attend, keeps_latents=keeps)
+        return model.unembed(params, model.apply(params, tokens, position, caller, None)[0])
+
+    no_adapters = jax.tree.map(jnp.zeros_like, adapters)
+    by_latents, by_heads = (
+        np.asarray(logits(small, keeps=keeps) - logits(no_adapters, keeps=keeps))
+        for keeps in (True, False)
+    )
+    assert np.linalg.norm(by_latents - by_heads) < 0.1 * np.linalg.norm(by_heads)
 
 
 def test_an_export_of_kimi_k2_has_the_model_type_that_transformers_reads():
