@@ -104,11 +104,16 @@ def tokens_per_expert(kinds: Sequence[LayerKind], experts: Array) -> Array:
 def load_metrics(kinds: Sequence[LayerKind], experts: Array) -> Metrics:
     """How evenly the experts were used by the tokens of which there are records.
 
-        routing/load    tokens of the busiest expert of a layer over the mean of its experts
+        routing/load    tokens of the busiest expert of a layer over the mean of its experts;
+                        0 in a layer without records
         routing/dead    share of experts that no token passed
 
     Shapes: experts [P, G, T, layers, k].
     """
     counts = tokens_per_expert(kinds, experts)
-    busiest = counts.max(-1) / jnp.maximum(counts.mean(-1), 1.0)
-    return {"routing/load": mean(busiest), "routing/dead": mean(counts == 0)}
+    numbers = [kind.feed.number for kind in kinds if isinstance(kind.feed, ExpertsKind)]
+    number = jnp.asarray(numbers, counts.dtype)
+    even = counts.sum(-1) / number
+    busiest = counts.max(-1) / jnp.where(even > 0, even, 1.0)
+    is_expert = jnp.arange(counts.shape[-1], dtype=counts.dtype) < number[:, None]
+    return {"routing/load": mean(busiest), "routing/dead": mean(counts == 0, is_expert)}

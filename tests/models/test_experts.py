@@ -312,6 +312,16 @@ def test_the_load_of_experts_is_counted_where_there_are_records():
     assert float(dead.total / dead.weight) == (2 + 4) / 12
 
 
+def test_the_load_of_few_tokens_is_over_the_mean_of_the_experts_that_a_layer_has():
+    kinds = [LayerKind(feed=FEED._replace(number=number)) for number in (8, 4, 4)]
+    record = np.full((1, 1, 2, 3, 2), NONE, np.int16)
+    record[0, 0, :, 0] = [[0, 1], [0, 7]]  # 4 choices of 8 experts, 2 of them of the first
+    record[0, 0, 0, 1] = [0, 3]  # 2 choices of 4; of the third layer nothing is known
+    metrics: Any = routing.load_metrics(kinds, jnp.asarray(record))
+    assert metrics["routing/load"].result() == pytest.approx((2 / (4 / 8) + 1 / (2 / 4)) / 3)
+    assert metrics["routing/dead"].result() == pytest.approx((5 + 2 + 4) / 16)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("qwen3_moe")
