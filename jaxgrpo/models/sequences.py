@@ -111,10 +111,9 @@ def check_tokens(label: str, tokens: _Host, mask: _Host, vocab_size: int) -> Non
 
 def _checked(model: Model, tokens: Any, mask: Any) -> tuple[Array, Array]:
     tokens, real = (x if isinstance(x, Array) else np.asarray(x) for x in (tokens, mask))
-    if tokens.ndim != 2 or tokens.shape != real.shape:
-        raise InputError(
-            f"tokens of shape {tokens.shape} and a mask of {real.shape}: expected [B, T] for both"
-        )
+    if tokens.ndim != 2 or tokens.shape != real.shape or not tokens.size:
+        shapes = f"tokens of shape {tokens.shape} and a mask of {real.shape}"
+        raise InputError(f"{shapes}: expected [B, T] for both, with B and T of 1 or more")
     check_length(model.config, tokens.shape[1], "tokens")
     check_tokens("tokens", tokens, real, model.config.vocab_size)
     if not isinstance(real, Tracer) and (odd := real[(real != 0) & (real != 1)]).size:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +41,14 @@ def test_a_mask_of_other_numbers_than_0_and_1_is_refused(function):
     for mask in (2 * MASK, jnp.array(-MASK)):
         with pytest.raises(InputError, match=r"mask holds -?\d: give 1 or True at real tokens"):
             function(tiny.model(), tiny.params(), np.ones((2, 3), int), mask)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3)])
+def test_arrays_without_a_token_are_refused(function, shape):
+    message = re.escape(f"{shape}: expected [B, T] for both, with B and T of 1 or more")
+    with pytest.raises(InputError, match=message):
+        function(tiny.model(), tiny.params(), np.zeros(shape, int), np.zeros(shape, int))
 
 
 def test_what_is_no_whole_number_is_no_token():
