@@ -22,6 +22,7 @@ from jaxgrpo.core.errors import pattern_problem, refuse_all
 from jaxgrpo.core.types import GENERATOR, Params
 from jaxgrpo.models import sharding
 from jaxgrpo.models.api import (
+    EXPERT_MAPS,
     LAYERS,
     LINEAR,
     NEVER,
@@ -395,14 +396,18 @@ def _check(config: ModelConfig) -> None:
         problems.append(f'activation = "{config.activation}": known are {activations}')
     lora = config.lora
     adapted = () if lora is None or pattern_problem(lora.targets) else config.adapted
-    problems += [] if lora is None else _odd_lora(lora, adapted)
+    groups = (*config.fused, EXPERT_MAPS[:2])
+    problems += [] if lora is None else _odd_lora(lora, adapted, groups)
     problems += _odd_experts(config.kinds)
     if config.dtype not in ("float32", "bfloat16", "float16", "float64"):
         problems.append(f'dtype = "{config.dtype}": choose float32, bfloat16, float16 or float64')
     refuse_all("ModelConfig cannot be built:", problems)
 
 
-def _odd_lora(lora: LoraConfig, adapted: tuple[str, ...]) -> list[str]:
+def _odd_lora(
+    lora: LoraConfig, adapted: tuple[str, ...], groups: Sequence[tuple[str, ...]]
+) -> list[str]:
+    """Args: groups: of maps whose adapters have one A."""
     problems = []
     if lora.rank < 1:
         problems.append(f"lora.rank = {lora.rank}: must be at least 1")
@@ -413,6 +418,13 @@ def _odd_lora(lora: LoraConfig, adapted: tuple[str, ...]) -> list[str]:
     if not adapted:
         linear_maps = ", ".join(LINEAR)
         problems.append(f"lora.targets = {lora.targets!r}: matches none of {linear_maps}")
+    for group in groups:
+        part = [name for name in group if name in adapted]
+        if part and len(part) < len(group):
+            problems.append(
+                f"lora.targets = {lora.targets!r}: has {', '.join(part)} only, of maps that share "
+                f"the A of their adapters: adapt {', '.join(group)}, or none of them"
+            )
     return problems
 
 

@@ -232,13 +232,12 @@ def _through(
         if (name, "kernel_scale") in leaves:
             y = (y * per_row(leaves[name, "kernel_scale"])).astype(y.dtype)
         if (name, "lora_b") in leaves:
-            assert inner is not None  # a map with a lora_b has a lora_a, or shares gate's
+            assert inner is not None  # a map with a lora_b has a lora_a, or gate has theirs
             added = times(inner, leaves[name, "lora_b"])
             y = y + scaled_by(added, scales[name])
         bias = leaves.get((name, "bias"))
         return y if bias is None else y + per_row(bias.astype(y.dtype))
 
-    inner = low("gate", rows)
-    half, inner = apply("gate", rows, inner), low("up", rows) if inner is None else inner
-    middle = combine(half, apply("up", rows, inner))
+    inner = low("gate", rows)  # and of up
+    middle = combine(apply("gate", rows, inner), apply("up", rows, inner))
     return apply("down", middle, low("down", middle))

@@ -81,7 +81,7 @@ def _logits(model: Model, params: Params) -> jax.Array:
     [
         pytest.param(ALL, id="all"),
         pytest.param(
-            LoraConfig(rank=4, alpha=3.0, targets="attention/(query|out)", use_rslora=True),
+            LoraConfig(rank=4, alpha=3.0, targets="attention/.*", use_rslora=True),
             id="some, rsLoRA",
             marks=pytest.mark.full,
         ),
@@ -242,6 +242,21 @@ def test_merging_rounds_once_to_the_dtype_of_the_weights():
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(a, b.astype(jnp.bfloat16)), merged, exact
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "targets", "message"),
+    [
+        ("fused", "attention/value", "has attention/value only, .*: adapt attention/query, "),
+        ("fused", "attention/(query|key)", "has attention/query, attention/key only, "),
+        ("fused", ".*up", "has feed_forward/up only, .*: adapt feed_forward/gate, feed_forward/up"),
+        ("experts", "experts/gate", "has experts/gate only, .*: adapt experts/gate, experts/up"),
+    ],
+)
+def test_maps_that_share_an_a_are_adapted_all_or_none(config, targets, message):
+    settings = LoraConfig(rank=1, alpha=1.0, targets=targets)
+    with pytest.raises(InputError, match=message):
+        adapted(CONFIGS[config], settings)
 
 
 @pytest.mark.parametrize(

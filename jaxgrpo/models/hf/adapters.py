@@ -260,7 +260,7 @@ def _fusion_problems(config: ModelConfig, family: Family) -> list[str]:
     for hf_module, names in {**family.fused, **parameters}.items():
         adapted = [name for name in names if name in config.adapted]
         is_built = hf_module in parameters or names in config.fused
-        if adapted and (len(adapted) < len(names) or not is_built):
+        if adapted and not is_built:
             problems.append(
                 f"{', '.join(adapted)} in {hf_module}, which is one map in family "
                 f"{family.model_type}: adapt {', '.join(names)}, with ModelConfig.fused"
