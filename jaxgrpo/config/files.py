@@ -31,6 +31,7 @@ RESUMABLE = {
     "train.steps": "train longer, or less; not with a schedule that ends at train.steps",
     "eval": "what is measured does not act on training",
     "checkpoint": "when to save and what to keep",
+    "mesh": "how devices share the work acts on the rounding of sums alone",
     "plan": "what is planned does not act on training",
     "tracking": "who else sees the metrics does not act on training",
     "run": "the folder may have moved",

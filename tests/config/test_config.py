@@ -433,6 +433,7 @@ def test_a_run_may_go_on_longer_and_be_measured_otherwise():
         "rewards.0.timeout=5",
         "rewards.0.on_error=unscored",
         "checkpoint.keep=5",
+        "mesh.fsdp=2",
         "run.dir=b",
     )
     new = read("train.steps=20", "eval.data=task:arithmetic:test", "run.dir=b", *unlike)

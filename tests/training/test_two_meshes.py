@@ -102,6 +102,24 @@ def test_another_mesh_for_sampling_draws_and_learns_the_same(mesh, tensor, more,
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("mesh", [{}, {"fsdp": 2, "tensor": 2}], ids=["whole", "tensor"])
+def test_a_run_that_goes_on_with_its_weights_divided_otherwise_learns_the_same(mesh, tmp_path):
+    optimizer = {"use": "sgd", "learning_rate": 0.1, "momentum": 0.9}
+
+    def train(name, sizes, steps, **more):
+        changes = {"optimizer": optimizer, "train.steps": steps}
+        return jaxgrpo.train(config(tmp_path / name, sizes, **changes), **more)
+
+    train("straight", {"fsdp": 4}, 4)
+    train("moved", {"fsdp": 4}, 2)
+    resumed = train("moved", mesh, 4, resume="auto")
+    weight = resumed.learner.trainable["blocks"]["0"]["feed_forward"]["up"]["kernel"]
+    part = weight.sharding.shard_shape(weight.shape)
+    assert part[-2:] == ((16, 48) if mesh else (32, 96))
+    assert_same_run(tmp_path / "straight", tmp_path / "moved")
+
+
+@pytest.mark.full
 def test_each_stage_has_its_own_mesh(tmp_path):
     run = setup(config(tmp_path / "r", {"fsdp": 4, "sampling_tensor": 2}))
     sampling, training = run.blueprint.samples_on, run.inputs.pretrained.mesh
