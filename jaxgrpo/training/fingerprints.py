@@ -39,14 +39,32 @@ LOCAL = ("model.path", "lora.path", "data.path", "eval.data", "run.dir", "tracki
 
 
 def config_facts(config: Config) -> dict[str, Any]:
-    """What has to be alike before anything is set up: the config, own code and the base model."""
-    facts = configs.flat(configs.to_tables(config))
+    """What has to be alike before anything is set up: the config, own code and the base model.
+
+    Files of own code and of the chat template are named without their folder, which another machine
+    may have elsewhere: what is in them is compared.
+    """
+    files = {*config.own_files, *filter(None, [find_source(config.scorer_name)])}
+    facts = configs.flat(_without_folders(configs.to_tables(config), files))
     local = tuple(f"{key}." for key in LOCAL)
     facts = {name: value for name, value in facts.items() if not f"{name}.".startswith(local)}
+    facts["data.chat_template"] = Path(config.data.chat_template).name
     base = folders.fingerprint(folders.find_folder(config.model.path, config.model.revision))
     adapter = [] if config.lora.path is None else adapters.adapter_files(config.lora.path)
     model_facts = {"model.path": base, "lora.path": file_checksums(adapter)}
     return {**facts, **model_facts, "own code": file_checksums(config.own_files)}
+
+
+def _without_folders(value: Any, files: Iterable[Path]) -> Any:
+    """Tables of a config, or a value in them, where own code in `files` is named by FILE:NAME."""
+    if isinstance(value, Mapping):
+        return {name: _without_folders(entry, files) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(entry, files) for entry in value]
+    if isinstance(value, str):
+        for file in sorted(files, key=lambda file: -len(str(file))):  # one may end as another
+            value = value.replace(f"{file}:", f"{file.name}:")
+    return value
 
 
 def program_facts() -> dict[str, Any]:

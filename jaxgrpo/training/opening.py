@@ -156,7 +156,8 @@ def refuse_other_config(place: Place, text: str | None, config: Config) -> tuple
         process.broadcast(lambda: None if is_written else refuse_config_without_run(place))
     if None in (config.data.template_time, last_config.data.template_time):
         config = config.at_time(last_config.data.template_time)
-    difference = configs.resume_difference(last_config, config)
+    # Of process 0: paths of own code and inputs may be others elsewhere (`config_facts`).
+    difference = process.broadcast(lambda: configs.resume_difference(last_config, config))
     if difference:
         raise InputError(
             f"{place}: the run began with another config; these keys may not change:\n  "

@@ -144,6 +144,27 @@ def test_processes_with_other_configs_or_data_both_refuse(tmp_path, fork_server,
         assert "give every process of a run the same config" in output
 
 
+@pytest.mark.full
+def test_processes_train_and_go_on_in_copies_of_a_folder_at_other_paths(
+    tmp_path, fork_server, environment
+):
+    rows = [{"prompt": f"1{n}+20=", "answer": f"{n + 30}"} for n in range(9)]
+    files = [tmp_path / name / "run.toml" for name in ("first", "second")]
+    for steps, resume in ((1, ()), (2, ("--resume", "auto"))):
+        for file in files:
+            file.parent.mkdir(exist_ok=True)
+            (file.parent / "rows.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in rows))
+            (file.parent / "judge.py").write_text(RECORDER)
+            changes = {**MESH, "train.steps": steps, "data.path": str(file.parent / "rows.jsonl")}
+            changes["rewards"] = [{"use": f"{file.parent / 'judge.py'}:record"}]
+            small_run.write(file, tmp_path / "r", **changes)
+        record = {"RECORD": str(tmp_path / "record")}
+        words = (("train", file, *resume) for file in files)
+        variables = (environment(devices=2, **record, **each) for each in together())
+        end([fork_server.start(*w, env=v) for w, v in zip(words, variables, strict=True)])
+    assert [line["step"] for line in small_run.metrics(tmp_path / "r")] == [1, 2]
+
+
 @pytest.mark.fault(20)
 @pytest.mark.full
 @pytest.mark.parametrize("command", ["sft", "eval", "sample"])

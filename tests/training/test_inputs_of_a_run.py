@@ -133,6 +133,26 @@ def config(folder, steps, **changes):
     )
 
 
+def test_a_copy_of_a_folder_at_another_path_is_the_same_start(tmp_path):
+    """As the processes of a run compare it; what its files hold is compared too."""
+    facts = {}
+    for name in ("first", "second", "third"):
+        folder = tmp_path / name
+        shutil.copytree(small_run.base(), folder / "base")
+        write_rows(folder / "rows.jsonl", ROWS)
+        for file in ("mine.py", "judge.py"):
+            (folder / file).write_text(CODE)
+        (folder / "helper.py").write_text(HELPER + "\n" * (name == "third"))
+        (folder / "chat.jinja").write_text("{{ messages[0].content }}")
+        evaluation = {"data": "task:arithmetic:test", "scorer": f"{folder / 'judge.py'}:score"}
+        facts[name] = fingerprints.config_facts(config(folder, 1, eval=evaluation))
+    assert facts["first"] == facts["second"]
+    assert facts["first"]["rewards"][0]["use"] == "mine.py:score"
+    assert {name for name, fact in facts["third"].items() if fact != facts["first"][name]} == {
+        "own code"
+    }
+
+
 def reorder(folder):
     write_rows(folder / "rows.jsonl", ROWS[::-1])
 
