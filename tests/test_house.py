@@ -276,14 +276,14 @@ LINES = {
     "losses": 1412,  # with 290 of surrogates that see an update as a whole, or have other bounds
     "core": 730,  # with what launches and short collectives take
     "data": 2771,  # with four tasks of experiments, four of several turns, and reasoning-gym's
-    "models": 8666,  # with kernels for GPUs, 8 bits, 2,600 of kinds, experts, latents and families
+    "models": 8696,  # with kernels for GPUs, 8 bits, 2,600 of kinds, experts, latents and families
     "rewards": 2732,  # with two sandboxes, what runs in one of them, and forks for calls
     "environments": 2812,  # 950 of it what answers over HTTP, 190 processes of calls, 130 formats
     "rollout": 4786,  # with turns, samples that wait beside their slots, recorded experts
     "update": 2577,  # with kernels' choice, experts and their balance, 240 of the atlas, teachers
-    "config": 2912,  # with tools and environments, other methods by name, scores of several models
+    "config": 2913,  # with tools and environments, other methods by name, scores of several models
     "evaluation": 792,  # with how two judgements agree
-    "training": 9059,  # 127 of it faults around a run; conversations, damaged runs, sampled memory
+    "training": 9069,  # 127 of it faults around a run; conversations, damaged runs, sampled memory
     "planning": 1872,  # 110 of it what compiled programs move, which benchmarks had
     "experiments": 4170,  # 1,135 of it what methods climb, by enumeration; 87 the atlas
     "cli": 3688,  # with saved samples judged again, queries answered, small models of 33 families
