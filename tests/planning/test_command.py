@@ -172,11 +172,13 @@ def test_a_mesh_that_does_not_fit_other_devices_is_replaced_by_one_that_does(
 def test_a_mesh_that_fits_other_devices_stays_where_it_leaves_little_room(
     small, uncompiled, monkeypatch, capsys
 ):
-    chips = topologies.topology("v5e:2x2")
-    peak, _ = advice.by_formula(programs.build_run(planned.config(), chips.devices), chips)
+    """Also where another mesh leaves more."""
+    mesh, chips = {"data": 4}, topologies.topology("v5e:2x2")
+    run = programs.build_run(planned.config(mesh=mesh), chips.devices)
+    peak, _ = advice.by_formula(run, chips)
     tight = chips._replace(chip=chips.chip._replace(memory=int(peak / 0.95)))
     monkeypatch.setattr(topologies, "topology", lambda *_: tight)
-    arguments = ["plan", small(), "--topology", "v5e:2x2", "--formula"]
+    arguments = ["plan", small(mesh=mesh), "--topology", "v5e:2x2", "--formula"]
     assert main(arguments) == 0
     assert "does not fit" not in capsys.readouterr().out
     assert main([*arguments, "--json"]) == 0
