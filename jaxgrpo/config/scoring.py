@@ -55,11 +55,6 @@ def check(values: Values) -> Iterator[str]:
                 f"{where}.policy = {show(entry.policy)}: policies names several, one for each row: "
                 "leave one of the two out"
             )
-        if entry.choose_by != ScoreKeys(name=entry.name).choose_by and not entry.policies:
-            yield (
-                f"{where}.choose_by = {show(entry.choose_by)}: it names the column that chooses "
-                "among policies, and this entry has none: leave it out"
-            )
         if not all(isinstance(policy, str) and policy for policy in entry.policies.values()):
             yield f'{where}.policies = {show(entry.policies)}: expected {{ name = "model" }}'
         yield from _unread(where, entry)
