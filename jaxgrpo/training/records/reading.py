@@ -54,7 +54,7 @@ TURN_TYPES: dict[str, type | tuple[type, ...]] = {
 def is_number(value: Any) -> TypeGuard[float]:
     """Whether it is a finite number, as a float holds it."""
     number: Any = value
-    return isinstance(value, numbers.Real) and abs(number) <= sys.float_info.max
+    return isinstance(value, numbers.Real) and bool(abs(number) <= sys.float_info.max)
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
