@@ -326,7 +326,6 @@ def short_model(tmp_path):
         ([{"name": "arithmetic"}], "a reward has this name"),
         ([{"name": "behavior_logp"}], "this is another field of a method"),
         ([{"name": "x", "stride": 3}], 'only quantity = "effective_rank" reads it'),
-        ([{"name": "x", "choose_by": "level"}], 'choose_by = "level": it names the column'),
         (
             [{"name": "x", "quantity": "rank", "temperature": 0.5}],
             "a rank is the same at all of them",
