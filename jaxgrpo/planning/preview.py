@@ -43,8 +43,6 @@ def dry_run(config: Config, resume: bool = False) -> None:
     Raises: InputError where `train` would refuse before its first step.
     """
     console = Console(highlight=False)
-    if resume:
-        opening.refuse_moved(config.source, config.run.dir)
     refuse_unusable(config.run.dir, resume)
     mesh = _start(console, config.mesh, config.plan)
     earlier_run = find_earlier_run(config) if resume else None
@@ -195,9 +193,10 @@ class EarlierRun(NamedTuple):
 def find_earlier_run(config: Config) -> EarlierRun | None:
     """The run that `train --resume auto` would continue; None: the folder holds none.
 
-    Raises: InputError where it began with another config, or replays saved rollouts, and where it
-      could not continue.
+    Raises: InputError where the folder was moved, where the run began with another config, or
+      replays saved rollouts, and where it could not continue.
     """
+    opening.refuse_moved(config.source, config.run.dir)
     place = storage.place(config.run.dir)
     text = read_text(file) if (file := place / "config.toml").exists() else None
     config, last_config = opening.refuse_other_config(place, text, config)

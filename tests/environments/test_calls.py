@@ -111,28 +111,6 @@ def test_spaces_around_a_call_are_no_part_of_it_and_those_of_a_value_are():
     assert qwen_xml(text).calls[0].arguments == {"b": "\n2\n"}
 
 
-CLOSED = {
-    "qwen_xml": "<function=f><parameter=b>2</parameter>",
-    "glm": "f<arg_key>b</arg_key><arg_value>2</arg_value>",
-}
-OPEN = {
-    "qwen_xml": "<function=f><parameter=a>1",
-    "glm": "f<arg_key>a</arg_key><arg_value>1",
-}
-
-
-@pytest.mark.parametrize("name", CLOSED)
-def test_a_call_does_not_run_without_an_argument_that_nothing_closes(name):
-    further = CLOSED[name].removeprefix("<function=f>").removeprefix("f")
-    begun = OPEN[name].removeprefix("<function=f>").removeprefix("f")
-    function = "</function>" * (name == "qwen_xml")
-    for written in (OPEN[name], OPEN[name] + further, CLOSED[name] + begun):
-        (call,) = FORMATS[name](f"<tool_call>{written}{function}</tool_call>").calls
-        assert call.problem == "a tool call that cannot be read: an argument of it is not closed"
-    (call,) = FORMATS[name](f"<tool_call>{CLOSED[name]}{function}</tool_call>").calls
-    assert call == Call("f", {"b": "2"}, is_text=True)
-
-
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -177,6 +155,22 @@ def test_a_call_that_breaks_off_does_not_run_with_the_arguments_that_are_complet
         assert call.problem == "a tool call that cannot be read: it breaks off"
         assert parse(text).content == text.strip()
     (call,) = qwen_xml(FIRST["qwen_xml"] + "</function>\n").calls
+    assert call == Call("add", {"a": "1"}, is_text=True)
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_a_call_does_not_run_without_an_argument_that_nothing_closes(name):
+    parse = FORMATS[name]
+    begun = "<parameter=b>2" if name == "qwen_xml" else "<arg_key>b</arg_key><arg_value>2"
+    function = "</function>" * (name == "qwen_xml")
+    first = FIRST[name].index("<parameter" if function else "<arg_key")
+    for place in (first, len(FIRST[name])):
+        written = FIRST[name][:place] + begun + FIRST[name][place:]
+        (call,) = parse(f"{written}{function}</tool_call>").calls
+        assert call.problem == "a tool call that cannot be read: an argument of it is not closed"
+    (call,) = parse(f"{FIRST[name][:first]}{begun}{function}</tool_call>").calls
+    assert call.problem == "a tool call that cannot be read: an argument of it is not closed"
+    (call,) = parse(f"{FIRST[name]}{function}</tool_call>").calls
     assert call == Call("add", {"a": "1"}, is_text=True)
 
 
