@@ -122,34 +122,34 @@ def write_samples(
 
     Args:
       prompts: as data.path, with the column "prompt"; or a .txt file, one prompt per line.
-      temperature, top_k, top_p, max_tokens: by default as the run or config says; the temperature 0
-        takes the likeliest token.
+      temperature, top_k, top_p, max_tokens: by default as the run or config says, as in `sample`.
       overwrite: begins again, whatever `out` holds.
 
     Raises: InputError where `out` holds rows of something else.
     """
     _check(samples, temperature)
     check_writable(out, inputs=[target, prompts])
-    rows = _lines(prompts)
+    console, rows = Console(highlight=False), _lines(prompts)
     changes = option_changes(None if rows else prompts, top_k, top_p, max_tokens)
-    console = Console(highlight=False)
     config = config_for(target, changes, overrides, console)
     config = dataclasses.replace(config, data=without_columns(config.data))
     process.start(config.mesh.platform)
     config = config.at_time(config.data.template_time or _template_time(out, overwrite))
     policy, questions = _unjudged(find_policy(console, config, rows, temperature=temperature))
     batches = make_batches(policy, questions, samples, rounds=ROUNDS, purpose=PURPOSE)
-    facts = _facts(samples, policy.engine.settings.temperature, config_facts(config), questions)
+    code = config.model.family, config.environments, config.tools, config.rollout.call_format
+    files, settings = _file_facts(*code, config.data.chat_template), config_facts(config)
+    facts = _facts(samples, policy.engine.settings.temperature, settings, questions) | files
+    texts = [row["prompt"] for row in questions.rows]
     with SampleFile(out) as file:
-        texts = [row["prompt"] for row in questions.rows]
-        resume = functools.partial(file.resume, prompts=texts, samples=samples, size=batches.size)
-        finished_prompts = process.broadcast(lambda: resume(facts, overwrite=overwrite))
+        resume = functools.partial(file.resume, facts, texts, samples, batches.size, overwrite)
+        finished_prompts = process.broadcast(resume)
         message = "are there already; to sample them again: --overwrite"
         if finished_prompts < len(texts):
             ask = functools.partial(_ask, console, policy, questions, batches)
             message = ask(seed_key(config.train.seed), finished_prompts, samples, file)
+    count = f"{samples * len(texts)} samples of {len(texts)} prompts"
     if process.is_main():
-        count = f"{samples * len(texts)} samples of {len(texts)} prompts"
         console.print(f"{out}: {count} {message}", soft_wrap=True, markup=False)
     return 0
 
@@ -416,16 +416,13 @@ def _begun_at(out: str) -> str | None:
 def _facts(
     samples: int, temperature: float, settings: Mapping[str, Any], questions: Questions
 ) -> dict[str, Any]:
-    """What samples depend on, as JSON values.
+    """What samples depend on beside files, as JSON values.
 
     Args:
       settings: `config_facts` of the config that they are drawn by.
     """
     keys = {name: value for name, value in settings.items() if name.startswith(ACT)}
     model = checksum([json.dumps(keys.pop("model.path")).encode()])
-    code = [*keys["tools"], keys["rollout.call_format"], keys.get("model.family", "")]
-    code += [value for name, value in keys.items() if name.startswith("environment")]
-    template = keys["data.chat_template"]
     return {
         "--samples": samples,
         "--temperature": temperature,
@@ -433,9 +430,23 @@ def _facts(
         "the purpose of the draws": PURPOSE,
         "--prompts": describe_rows(questions.rows, questions.encoded),
         **keys,
-        "own code": code_checksums(code),
-        "the template": {} if template in CHOICES else file_checksums([Path(template)]),
     }
+
+
+def _file_facts(
+    family: str | None,
+    environments: Mapping[str, str],
+    tools: Sequence[str],
+    call_format: str,
+    template: str,
+) -> dict[str, Any]:
+    """What is in the files of own code and of the chat template that samples depend on.
+
+    Args: as keys of the config.
+    """
+    code = filter(None, [family, *environments.values(), *tools, call_format])
+    template_files = [] if template in CHOICES else [Path(template)]
+    return {"own code": code_checksums(code), "the template": file_checksums(template_files)}
 
 
 def _identity(line: bytes) -> tuple[Any, ...] | None:

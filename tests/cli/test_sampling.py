@@ -172,8 +172,10 @@ def test_rows_that_other_tools_or_other_code_answered_are_not_continued(base, tm
     def begin(**keys):
         config.write_text(tomli_w.dumps(tables | keys))
         with SampleFile(str(out)) as file:
-            settings = config_facts(config_for(str(config)))
-            facts = sampling._facts(1, 1.0, settings, questions)
+            keys = config_for(str(config))
+            names = keys.model.family, keys.environments, keys.tools, keys.rollout.call_format
+            facts = sampling._facts(1, 1.0, config_facts(keys), questions)
+            facts |= sampling._file_facts(*names, keys.data.chat_template)
             return file.resume(facts, ["1+1="], 1, 1, overwrite=False)
 
     begin()

@@ -83,8 +83,9 @@ def mixture(number, top_k, tokens, inputs=5, size=4, seed=0, crowded=0.0):
     weights = {
         **{(name, "kernel"): rng.normal(size=(number, *shape)) for name, shape in shapes.items()},
         ("gate", "bias"): rng.normal(size=(number, size)),
-        ("up", "lora_a"): rng.normal(size=(number, inputs, 2)),
-        ("up", "lora_b"): rng.normal(size=(number, 2, size)),
+        ("gate", "lora_a"): rng.normal(size=(number, inputs, 2)),
+        ("gate", "lora_b"): rng.normal(size=(number, 2, size)),
+        ("up", "lora_b"): rng.normal(size=(number, 2, size)),  # its A is that of gate
     }
     return (
         jnp.asarray(rng.normal(size=(tokens, inputs)), jnp.float32),
@@ -98,7 +99,7 @@ COMBINE = functools.partial(experts.gated, jax.nn.silu)
 
 
 def mix(x, numbers, gates, weights, local=None):
-    scales, names = {"up": 0.5}, (*weights,)
+    scales, names = {"gate": 0.25, "up": 0.5}, (*weights,)
     local = jnp.arange(len(weights["gate", "kernel"])) if local is None else local
     return experts.mixed(COMBINE, names, scales, x, numbers, gates, local, *weights.values())
 
@@ -124,9 +125,10 @@ def test_tokens_pass_their_experts_and_gradients_are_those_of_plain_products(
         of = {name: weight.astype(x.dtype)[numbers] for name, weight in weights.items()}
         times = functools.partial(jnp.einsum, "...i,...io->...o")
         rows = jnp.broadcast_to(x[:, None], (*numbers.shape, x.shape[-1]))
-        low = times(times(rows, of["up", "lora_a"]), of["up", "lora_b"]) * 0.5
-        half = times(rows, of["gate", "kernel"]) + of["gate", "bias"]
-        middle = COMBINE(half, times(rows, of["up", "kernel"]) + low)
+        low = times(rows, of["gate", "lora_a"])
+        half = times(rows, of["gate", "kernel"]) + times(low, of["gate", "lora_b"]) * 0.25
+        up = times(rows, of["up", "kernel"]) + times(low, of["up", "lora_b"]) * 0.5
+        middle = COMBINE(half + of["gate", "bias"], up)
         return (times(middle, of["down", "kernel"]) * gates[..., None]).sum(1)
 
     target = jnp.asarray(np.random.default_rng(1).normal(size=x.shape), jnp.float32)
