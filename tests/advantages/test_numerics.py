@@ -286,6 +286,7 @@ def pass_at_64(wins, k=64):
     return number * (without - fail(losses, number))
 
 
+@pytest.mark.full
 def test_a_deviation_that_underflows_divides_nothing_by_zero():
     tiny = [[1e-30, 2e-30, 3e-30]]
     turns = {"turn": np.zeros((1, 3, 1), int), "turn_reward": np.zeros((1, 3, 1))}

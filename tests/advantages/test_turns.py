@@ -228,6 +228,7 @@ def test_numbers_of_turns_that_cannot_be_are_refused():
         keep_turns(last=0)
 
 
+@pytest.mark.full
 def test_turns_with_equal_futures_are_equal_whatever_their_past_adds_up_to():
     """Rewards such as 0.1, whose sum in float32 is not the rounded sum of the sample."""
     random, turns = np.random.default_rng(0), 8

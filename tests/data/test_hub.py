@@ -65,7 +65,7 @@ def messages(environment, tmp_path, **variables):
     return run.stdout.splitlines()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_gated_absent_and_other_revisions_are_told_apart(environment, tmp_path, address):
     problems = messages(environment, tmp_path, HF_ENDPOINT=address, HF_HUB_OFFLINE="0")
     assert problems == [

@@ -176,6 +176,7 @@ def test_a_caller_that_found_no_thread_begins_one_with_the_next_call(monkeypatch
     assert caller.call(9, int) == 0
 
 
+@pytest.mark.full
 def test_thousands_of_callers_leave_no_thread_behind():
     for _ in range(3000):
         limits.Caller("test-many").call(9, int)

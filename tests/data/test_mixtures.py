@@ -225,7 +225,7 @@ def test_a_run_on_a_mixture_reports_its_sources_and_resumes_on_the_same_rows(tmp
     assert again.summary["parameter_hash"] == uninterrupted.summary["parameter_hash"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_rows_of_every_source_and_weights_are_compared_between_processes_and_starts(tmp_path):
     def compared(**changes: Any) -> tuple[str, str]:
         read_inputs = inputs.read_inputs(config(tmp_path, **changes), None, None, None)

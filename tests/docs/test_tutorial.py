@@ -57,7 +57,7 @@ def test_the_corrected_step_passes_its_tests(folder, python, environment):
     assert failures(folder(CORRECTED), python, environment) == set()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_signal_is_shown_as_on_the_page(page, folder, python, environment):
     ((command, _, output),) = [shown for shown in SHOWN.findall(page) if shown[1] == "advantages"]
     for version in (MISTAKEN, CORRECTED):

@@ -66,9 +66,8 @@ CLIMBED = {
 """What recipes and surrogates climb; the others the mean reward."""
 
 
-@pytest.mark.parametrize(
-    "name", ["grpo", *(pytest.param(name, marks=pytest.mark.full) for name in ("sign", "maxrl"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["grpo", "sign", "maxrl"])
 def test_a_recipe_breaks_the_laws_that_the_page_names(name):
     with jax.enable_x64(True):
         laws = check_laws(read_method(name))

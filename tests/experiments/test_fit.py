@@ -113,6 +113,7 @@ def test_too_few_points_and_unknown_metrics_are_refused(tmp_path):
         foretell(read._replace(compute=np.array([1.0, 2, 3, 4, 21, 30, 40])))
 
 
+@pytest.mark.full
 def test_a_curve_above_what_the_metric_cannot_exceed_is_refused(tmp_path, capsys):
     lines = [{"step": step, "reward": 3 - 3 / step, "flops": 2.0} for step in range(1, 9)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))

@@ -240,6 +240,7 @@ def test_the_config_of_a_warm_start_reads_no_method_of_the_run(tmp_path):
     assert configs.from_dict(configs.to_tables(read)) == read
 
 
+@pytest.mark.full
 def test_an_environment_that_rewards_does_not_change_the_loss_of_the_answers(trained, tmp_path):
     (tmp_path / "mine.py").write_text(CODE)
     changes = {"environment": f"{tmp_path}/mine.py:Judge", "train.steps": 1}

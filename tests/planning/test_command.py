@@ -219,6 +219,7 @@ def test_a_remedy_is_printed_as_set_takes_it_in_one_line(small, capsys):
     assert (read.train.remat, read.lora.rank) == ("full", advice.LORA["lora.rank"])
 
 
+@pytest.mark.full
 def test_a_search_that_ran_out_of_time_does_not_say_that_nothing_fits(
     small, uncompiled, monkeypatch, capsys
 ):

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import planned
 import pytest
+from quick import full_but
 
 from jaxgrpo.cli import make_base
 from jaxgrpo.config import files
@@ -357,15 +358,21 @@ GEMMA3 = {
 }
 
 
-@pytest.mark.parametrize("mesh", [{"fsdp": 2}, {"data": 2}], ids=str)
+LOW_BIT_LORA = {"lora": {"rank": 4, "alpha": 8.0}, "rollout.weight_dtype": "int8"}
+
+
+@pytest.mark.parametrize("mesh", full_but([{"fsdp": 2}], [{"fsdp": 2}, {"data": 2}]), ids=str)
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"lora": {"rank": 4, "alpha": 8.0}},
-        {"rollout.weight_dtype": "int8"},
-        {"lora": {"rank": 4, "alpha": 8.0}, "rollout.weight_dtype": "int8"},
-    ],
+    full_but(
+        [{}, LOW_BIT_LORA],
+        [
+            {},
+            {"lora": {"rank": 4, "alpha": 8.0}},
+            {"rollout.weight_dtype": "int8"},
+            LOW_BIT_LORA,
+        ],
+    ),
     ids=str,
 )
 def test_what_a_sync_gives_lies_beside_a_copy_that_the_sampler_makes_of_it(changes, mesh):
@@ -424,7 +431,9 @@ def test_the_rest_of_a_step_s_samples_lies_beside_its_update():
     ("changes", "mesh", "bases"),
     [
         ({}, {"fsdp": 2}, 1),
-        ({"lora": {"rank": 4, "alpha": 8.0}}, {"data": 2}, 0),  # which is the frozen weights
+        pytest.param(  # which is the frozen weights
+            *({"lora": {"rank": 4, "alpha": 8.0}}, {"data": 2}, 0), marks=pytest.mark.full
+        ),
         ({"loss.kl": {"use": "k2", "beta": 0.1}}, {"fsdp": 2, "sampling_tensor": 2}, 1),
     ],
     ids=str,

@@ -161,7 +161,7 @@ def test_a_step_in_which_a_reward_logs_a_number_of_the_trainer_is_saved(tmp_path
     assert loop.train(config, rewards=[reward], resume="auto").summary["step"] == 4
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_stop_signal_in_the_last_step_completes_the_run_and_ends_the_call(tmp_path):
     """And not a command, which takes no further run."""
     config = small_run.config(tmp_path / "r", **{"train.steps": 1})

@@ -108,7 +108,7 @@ def test_a_stuck_run_ends_with_its_phase_its_reward_and_its_stacks(begin, how, c
     assert code in process.EXIT_CODES
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_short_calls_of_rewards_are_progress_however_long_their_phase_is(begin):
     ended, errors = end(begin("60", "1", "busy"))
     assert ended == 0, errors

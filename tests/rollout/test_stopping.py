@@ -216,7 +216,7 @@ def test_a_string_may_begin_in_tokens_that_a_branch_has_of_another_sample(drawn,
     assert samples.stops(newest, 0).tolist() == [[end]]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_leaves_of_trees_end_with_the_first_string_of_their_text():
     """Each string is an F and the letter behind it, so that branches begin within strings too."""
     strings = ["F" + Letters().decode([token], False) for token in range(tiny.VOCAB)]

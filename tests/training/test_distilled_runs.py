@@ -105,6 +105,7 @@ def test_a_row_names_its_teacher_by_a_number_too(tmp_path):
     assert choices[choice_field("teacher_logp")].tolist() == [1, 0]
 
 
+@pytest.mark.full
 def test_a_plan_has_the_pass_that_names_the_students_tokens(tmp_path):
     planned = programs.build_run(small_run.config(tmp_path, **divergence(top="student")), DEVICE)
     policies = [scoring.policy for scoring, _ in programs.scoring_passes(planned)]

@@ -84,6 +84,7 @@ def test_a_replay_by_another_method_knows_the_samples_of_earlier_steps(run, tmp_
     assert measured == expected
 
 
+@pytest.mark.full
 def test_tokens_are_counted_that_the_step_drew(tmp_path):
     run = setup(small_run.config(tmp_path, **EXGRPO))
     drawn, draw_samples = [], run.collector.source.draw

@@ -168,6 +168,7 @@ def test_experts_of_another_model_are_refused_before_anything_is_trained(
         setup(small_run.config(tmp_path / "r", **changes), rollouts=[file])
 
 
+@pytest.mark.full
 def test_a_model_without_experts_replays_what_a_model_with_them_has_drawn(run, tmp_path):
     file = min((run.path / "rollouts").iterdir())
     finished = loop.train(small_run.config(tmp_path / "r", **{"train.steps": 1}), rollouts=[file])

@@ -303,7 +303,7 @@ def test_rows_from_python_are_compared_too(tmp_path):
     assert train(2, list(ROWS)).summary["step"] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_rows_from_python_replace_the_path_of_the_config(tmp_path):
     """Its evaluation is asked the same prompts then and later, and it is resumed as it began."""
     questions = []

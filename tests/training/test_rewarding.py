@@ -158,6 +158,7 @@ def test_a_reward_that_asks_for_a_missing_column_is_refused_before_anything_is_s
         loop.train(small_run.config(tmp_path / "r"), rewards=[needs_gold])
 
 
+@pytest.mark.full
 def test_a_dry_run_shows_what_every_reward_gives_the_gold_answer_and_nothing(tmp_path, capsys):
     rewards = [
         {"use": "arithmetic"},
@@ -404,6 +405,7 @@ def test_a_run_shows_the_sum_of_what_was_scored_where_its_chain_adds_that_up(tmp
         assert shown in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_scorer_knows_the_progress_of_the_run(tmp_path):
     states = []
 

@@ -24,10 +24,8 @@ class Other(Secret):
 """
 
 
-@pytest.mark.parametrize(
-    "several",
-    [pytest.param(False, id="a class"), pytest.param(True, id="two", marks=pytest.mark.full)],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("several", [False, True], ids=["a class", "two"])
 def test_a_replay_needs_none_of_the_columns_that_the_environment_reads(tmp_path, several):
     code, data = tmp_path / "mine.py", tmp_path / "rows.jsonl"
     code.write_text(CODE)

@@ -290,7 +290,7 @@ def test_saved_rollouts_that_were_rewritten_are_trained_on_as_in_their_run(tmp_p
         setup(configs.from_dict(again), rollouts=files)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_methods_of_an_atlas_read_what_files_of_rollouts_hold(tmp_path, mine):
     changes = {**way("trl", mine), "recipe": "grpo", "atlas": {"methods": ["gigpo"], "every": 1}}
     run = train(tmp_path, mine, **changes, **{"train.steps": 1})

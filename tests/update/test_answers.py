@@ -170,6 +170,7 @@ def test_the_kernel_of_the_pass_is_for_as_many_samples_in_a_row_as_its_groups_ha
     assert set(sizes) == {(blueprint.geometry.max_completion_tokens + answer, G + 1)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("scorer", "mesh"),
     [("trainer", (1, 1, 1, 1)), pytest.param("base", (2, 2, 1, 1), marks=pytest.mark.full)],

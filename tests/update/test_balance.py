@@ -262,6 +262,7 @@ def corrections(tree):
     return [row for array in arrays for row in array.reshape(-1, array.shape[-1])]
 
 
+@pytest.mark.full
 def test_without_a_live_sample_or_with_a_broken_one_corrections_stay():
     rollouts = drawn(BIASED)
     rewards = rollouts.rewards["reward"]

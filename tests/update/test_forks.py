@@ -157,6 +157,7 @@ def test_two_bins_make_the_same():
     assert_equal(moved, plain)
 
 
+@pytest.mark.full
 def test_the_batch_is_the_one_that_is_planned_for():
     _, _, batch, _ = updated("clip", WHOLE)
     run = blueprint(tiny.UNIFORM, OBJECTIVES["clip"], WHOLE)

@@ -100,6 +100,7 @@ def test_the_sampler_records_the_experts_of_what_each_token_is_drawn_from():
     np.testing.assert_allclose(rollouts.behavior_logp, logp, atol=3e-5)
 
 
+@pytest.mark.full
 def test_a_sampler_that_is_to_record_no_experts_draws_the_same_and_takes_less_memory():
     settings = SETTINGS._replace(records_experts=False)
     rollouts, recorded = drawn(settings=settings), drawn()

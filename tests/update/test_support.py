@@ -110,6 +110,7 @@ def test_the_sampler_records_what_each_token_is_drawn_among():
     np.testing.assert_allclose(rollouts.behavior_logp, renormalised(table, rollouts), atol=3e-5)
 
 
+@pytest.mark.full
 def test_the_samples_are_those_of_a_run_that_records_nothing():
     rollouts, plain = drawn(), drawn(SETTINGS)
     assert SUPPORT not in plain.fields
