@@ -26,9 +26,17 @@ if version("jaxlib").startswith("0.10."):  # an XLA that does not know a flag en
 gc.set_threshold(50_000, 20, 20)
 
 # Commands that tests start inherit what is ignored: by nohup, and in what a shell has behind "&".
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def hang_up(number: int, _: object) -> None:
+    """Ends this process as by default: libtpu ignores SIGHUP where nothing handles it."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+signal.signal(signal.SIGHUP, hang_up)
 
 # Before JAX is imported, and inherited by the commands that tests start.
 os.environ["JAX_PLATFORMS"] = "cpu"

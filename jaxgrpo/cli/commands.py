@@ -391,7 +391,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         argument("shell", "|".join(SHELLS), "which sources the script", choices=SHELLS),
     ),
     "doctor": (
-        "show versions, devices, memory, disk and what is missing: ten lines for a bug report",
+        "show versions, devices, memory, disk and what is missing, for a bug report",
         "jaxgrpo.cli.doctor:main",
         JSON,
     ),

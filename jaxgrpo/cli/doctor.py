@@ -1,4 +1,4 @@
-"""`jaxgrpo doctor`: what a bug report has to say of a machine, in at most ten lines.
+"""`jaxgrpo doctor`: what a bug report has to say of a machine, in at most eleven lines.
 
 It works where a package that the trainer needs is not installed.
 """
@@ -67,14 +67,16 @@ def examine() -> dict[str, Any]:
 
 
 def lines(machine: Mapping[str, Any]) -> Iterator[str]:
-    """What to print of `examine`: eight lines, one of a problem and one of incomplete extras."""
+    """What to print of `examine`: eight lines, and one each of plugins, a problem, incomplete
+    extras."""
     packages = machine["packages"]
     yield f"jaxgrpo {machine['jaxgrpo']}, commit {machine['commit'] or 'not known'}"
     yield f"python {machine['python']} on {machine['system']}"
     for names in PACKAGES:
         yield ", ".join(f"{name} {packages[name] or 'NOT INSTALLED'}" for name in names)
-    plugins = "".join(f", {name} {packages[name]}" for name in DEVICE_PACKAGES if packages[name])
-    yield f"devices: {machine['devices']}, {machine['cores']} cores{plugins}"
+    yield f"devices: {machine['devices']}, {machine['cores']} cores"
+    if plugins := [f"{name} {packages[name]}" for name in DEVICE_PACKAGES if packages[name]]:
+        yield f"plugins: {', '.join(plugins)}"
     if machine["problem"]:
         yield f"problem: {machine['problem']}"
     yield f"memory: {_memory_words(machine['memory'], machine['device_memory'])}"

@@ -1,4 +1,4 @@
-"""`jaxgrpo doctor`: ten lines for a bug report, the same as JSON, and its exit code."""
+"""`jaxgrpo doctor`: lines for a bug report, the same as JSON, and its exit code."""
 
 from __future__ import annotations
 
@@ -65,12 +65,13 @@ def test_variables_that_jax_cannot_follow_are_named(variables, message, python, 
         assert "devices: none" in run.stdout
 
 
-def test_ten_lines_say_versions_devices_memory_and_disk(capsys, repository):
+def test_a_few_lines_say_versions_devices_memory_and_disk(capsys, repository):
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 10
+    assert len(lines) <= 11
     starts = ("jaxgrpo ", "python ", "jax ", "numpy ", "devices: ", "memory: ", "disk: ")
-    for line, start in zip(lines, (*starts, "compile cache: "), strict=False):
+    always = [line for line in lines if not line.startswith("plugins: ")]
+    for line, start in zip(always, (*starts, "compile cache: "), strict=False):
         assert line.startswith(start)
     shown = "\n".join(lines)
     commit = "not known"
@@ -89,8 +90,11 @@ def test_the_lines_fit_a_terminal(monkeypatch):
     monkeypatch.setattr(doctor.platform, "platform", lambda: "Linux-6.8-x86_64-with-glibc2.39")
     monkeypatch.setattr(doctor, "_disk", lambda folder: {"folder": "/home/a", "free": 2**35})
     monkeypatch.setattr(doctor, "_cache", lambda: {"folder": "/c", "bytes": 2**29, "used": False})
-    lines = [*doctor.lines(doctor.examine())]
+    machine = doctor.examine()
+    plugins = dict.fromkeys(doctor.DEVICE_PACKAGES, "0.10.2")
+    lines = [*doctor.lines(machine | {"packages": machine["packages"] | plugins})]
     assert max(map(len, lines)) <= 80
+    assert "plugins: libtpu 0.10.2, jax-cuda12-plugin 0.10.2, jax-cuda13-plugin 0.10.2" in lines
     assert "disk: 32.0 GiB free in /home/a" in lines
     assert "compile cache: /c, 512.0 MiB, not used here" in lines
 
@@ -122,7 +126,7 @@ def test_devices_that_jax_cannot_use_end_with_2(capsys, monkeypatch):
     assert main(["doctor"]) == 2
     lines = capsys.readouterr().out.splitlines()
     assert "problem: /dev/nvidia0 is there, but this JAX has only the CPU" in lines
-    assert len(lines) <= 10
+    assert len(lines) <= 11
     assert main(["doctor", "--json"]) == 2
     document = json.loads(capsys.readouterr().out)
     assert document["problem"].startswith("/dev/nvidia0 is there")

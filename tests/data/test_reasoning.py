@@ -108,6 +108,7 @@ def test_a_name_with_options_gives_rows_that_the_reward_scores():
     assert numbers == {"reasoning_gym/unscored": 0}
 
 
+@pytest.mark.full
 def test_rows_of_other_sources_are_not_scored():
     (row,) = tasks.load("task:reasoning_gym:chain_sum:test?size=1")
     answers, entries = [row["answer"], "7", row["answer"]], [row["entry"], None, row["entry"]]

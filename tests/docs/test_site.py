@@ -52,12 +52,12 @@ def test_every_page_and_picture_is_in_the_site(repository, site):
     assert not [*site.rglob("*.py")]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_site_loads_nothing_from_elsewhere(repository, site):
     assert module(repository, "check").check(site) == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_public_word_has_its_place_in_the_api(site):
     text = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
     documented = {line.split(" ")[0] for line in text.splitlines()}
@@ -69,7 +69,7 @@ def test_every_public_word_has_its_place_in_the_api(site):
     assert words - documented == set()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_sections_examples_and_fields_are_read_from_the_docstrings(site):
     page = (site / "api" / "advantages.html").read_text()
     begin = page.index('id="jaxgrpo.advantages.divide_by_group_std"')
@@ -80,7 +80,7 @@ def test_sections_examples_and_fields_are_read_from_the_docstrings(site):
     assert "[P, G] bool, stopped by the length limit" in (site / "api" / "data.html").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_links_that_leave_the_docs_lead_to_pages_with_the_files(site):
     page = (site / "advantages.html").read_text()
     assert 'href="source/examples/own_advantage.py.html"' in page

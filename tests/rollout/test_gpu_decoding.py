@@ -61,6 +61,7 @@ def test_with_adapters_it_is_no_more_than_480_kernels():
     assert per_step("lora.rank=16").kernels <= 480
 
 
+@pytest.mark.full
 @NEEDS_CUDA
 def test_keys_and_values_in_fp8_are_read_by_the_same_kernels():
     step = per_step("rollout.kv_cache_dtype=fp8")
@@ -68,6 +69,7 @@ def test_keys_and_values_in_fp8_are_read_by_the_same_kernels():
     assert step.moved <= 8.5e9
 
 
+@pytest.mark.full
 @NEEDS_CUDA
 def test_where_samples_wait_for_slots_it_is_450_kernels_too():
     assert " conditional(" not in step_program(COMPILED[0], "rollout.slots=64")

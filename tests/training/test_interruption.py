@@ -33,7 +33,7 @@ def runs(tmp_path_factory):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_sample_goes_on_behind_the_text_which_is_not_its_choice(runs):
     run, interrupted, plain = runs
     ids = TOKENIZER(TEXT, add_special_tokens=False)["input_ids"]
@@ -60,7 +60,7 @@ def test_a_sample_goes_on_behind_the_text_which_is_not_its_choice(runs):
         assert line["sampling/sampling_logp_difference/max"] < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_rewards_and_rows_hold_the_text(runs):
     run, *_ = runs
     rows = [

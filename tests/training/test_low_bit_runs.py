@@ -29,6 +29,7 @@ def finished(tmp_path_factory):
     return jaxgrpo.train(small_run.config(folder, **LOW, **evaluated))
 
 
+@pytest.mark.full
 def test_log_probs_are_stored_of_the_sampler_and_differ_from_the_trainers(finished):
     steps = [line for line in finished.metrics if GAP in line]
     assert len(steps) == 3

@@ -113,7 +113,7 @@ def by_muon():
         return jax.tree.map(np.asarray, (params, history, updates))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_muon_makes_the_matrix_of_each_layer_orthogonal_by_itself(by_muon):
     params, history, updates = by_muon
     kernels = 0
