@@ -149,6 +149,7 @@ def inside() -> Iterator[tuple[str, str]]:
             yield module_name(file), file.read_text()
 
 
+@pytest.mark.slow
 def test_a_module_imports_only_what_lies_below_it():
     assert [wrong for module, source in inside() for wrong in wrong_imports(module, source)] == []
 
@@ -163,6 +164,7 @@ def test_only_the_upper_packages_open_print_or_ask():
     assert {module: calls for module, calls in impure.items() if calls} == {}
 
 
+@pytest.mark.slow
 def test_the_files_of_a_package_do_not_import_each_other_in_circles():
     modules = {module_name(file): file for file in FILES}
     reads = {}
@@ -342,6 +344,7 @@ def unchecked_protocols(source: str) -> Iterator[str]:
                 yield node.name
 
 
+@pytest.mark.slow
 def test_a_protocol_can_be_checked_at_run_time():
     """`make test-all` checks the arguments of every function, and cannot check another one's."""
     assert [*unchecked_protocols("class A(Protocol): ...\nclass B(Protocol[X]): ...")] == ["A", "B"]

@@ -65,6 +65,7 @@ def relative_files(folder: Path) -> set[str]:
     return {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
 
 
+@pytest.mark.slow
 def test_the_source_distribution_holds_every_file_of_the_repository(repository, distributions):
     archived = relative_files(distributions.source) - {"PKG-INFO"}
     assert {".github/workflows/tests.yml", ".gitignore", "benchmarks/common.py"} <= archived

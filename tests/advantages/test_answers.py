@@ -96,6 +96,7 @@ def places_by_sorting(fields, p, efficiency):
     return reward + efficiency * better.sum(1) / (G - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("efficiency", [0.0, 0.7])
 def test_places_by_perplexity_are_those_of_sorting(fields, efficiency):
     value, mask = stream(adv.perplexity_rank(efficiency), fields)
@@ -142,6 +143,7 @@ def test_verifree_holds_a_sample_that_never_answers_against_itself():
     np.testing.assert_allclose(value[0], [[0.75, 1], [-0.75, -0.75], [0, 0.5]], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_answers_are_weighed_by_the_scorer_of_the_reward():
     """Rewards 0.8 and 0.2 by the base, whatever the trained policy finds."""
     names = {"answer_logp": np.zeros((1, 2, 1)), "base_answer_logp": np.log([[[0.8], [0.2]]])}

@@ -96,6 +96,7 @@ def mean_of_the_rest(row, place):
     return row - np.array([np.delete(row, sample).mean() for sample in range(len(row))])
 
 
+@pytest.mark.slow
 def test_group_baselines_are_the_papers_formulas(outcome):
     rollouts, values = outcome
     rewards, mask = scored(rollouts)
@@ -307,6 +308,7 @@ def test_numbers_of_samples_and_turns_are_whole():
     base.check_whole("mine", k=np.int64(2), count=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_with_std_pass_at_k_is_normalised_over_all_subsets(k):
     """Every subset of k of 5 samples is a group that is worth its best: GRPO over subsets."""

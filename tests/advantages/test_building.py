@@ -131,6 +131,7 @@ def test_own_code_is_told_how_to_take_options():
         build([{"use": 3}])
 
 
+@pytest.mark.slow
 def test_importing_the_core_loads_nothing_beyond_jax(python, environment):
     code = (
         "import sys, jax, jaxtyping; before = set(sys.modules)\n"

@@ -147,6 +147,7 @@ def test_equally_likely_samples_share_their_ranks_and_one_alone_keeps_its_reward
     np.testing.assert_allclose(value, [[0.7, 0.7, 1], [1, 0, 0], [0.8] * 3], rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_sample_of_unknown_likelihood_is_masked_and_moves_no_rank():
     chains, rewards = [sum_rewards(), unlikeliness(0.4)], np.ones((1, 4))
     logp = np.array([[[-1.0, -1.0], [NAN, -1.0], [-9.0, NAN], [-np.inf, -1.0]]])

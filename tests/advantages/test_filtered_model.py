@@ -419,6 +419,7 @@ def test_a_prompt_whose_base_rate_is_not_known_has_no_target_and_is_masked(part)
     assert (value[1] != 0).all()
 
 
+@pytest.mark.slow
 def test_right_samples_of_earlier_steps_say_nothing_of_the_bases_success_rate():
     """Of the two that were drawn one is right, and base and policy agree on all: Z is 1/2."""
     names = ("base_logp", "behavior_logp", "trainer_logp")

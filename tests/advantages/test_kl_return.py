@@ -41,6 +41,7 @@ def run(steps, rewards, num_rows=None, **fields):
     return signal, state, {name.rpartition("/")[2]: m.result() for name, m in metrics.items()}
 
 
+@pytest.mark.slow
 def test_its_expected_gradient_is_that_of_kl_control_and_the_baseline_is_free():
     """Over all groups of two samples: E v - beta KL(policy || reference) has that gradient."""
     policy, reference = (jnp.asarray(RANDOM.normal(size=(3, 2))) for _ in range(2))
@@ -379,6 +380,7 @@ def test_a_sample_that_is_alone_pays_as_much_of_the_kl_as_is_left_of_its_reward(
     np.testing.assert_allclose(jax.grad(estimate)(policy), exact, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_single_live_sample_of_avspo_and_of_verls_centring_pays_its_kl():
     logps = {"trainer_logp": np.full((1, 2, 1), -1.0), "reference_logp": np.full((1, 2, 1), -4.0)}
     fields: Any = {"token_mask": np.ones((1, 2, 1), bool), **logps}

@@ -175,6 +175,7 @@ def test_large_rewards_that_differ_by_little_are_centred_first():
     np.testing.assert_allclose(low, -4 * unit, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_means_by_length_and_of_trees_are_centred_first_too():
     rewards = jnp.asarray([[1e8, 1e8 + 8, 1e8, 1e8]], jnp.float32)
     ancestors = np.array([[[0, 1], [0, 2], [0, 3], [0, 4]]])  # only the root is shared

@@ -35,6 +35,7 @@ def signals(rollouts):
     return {label: laws.run(transform, rollouts)[0] for label, transform in group_level().items()}
 
 
+@pytest.mark.slow
 def test_inside_shard_map_over_prompts_groups_are_judged_as_on_one_device():
     rollouts = laws.make_rollouts()
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))

@@ -118,6 +118,7 @@ def test_what_all_thoughts_share_changes_neither_weights_nor_advantages():
             assert np.abs(plain[0]).max() > 0.5
 
 
+@pytest.mark.slow
 def test_weights_sum_to_one_and_follow_their_positions():
     logp, _, _ = table()
     order, samples = [3, 0, 4, 1, 2], [2, 3, 1, 0]

@@ -91,6 +91,7 @@ def test_ranks_shape_advantages_as_a_loop_over_the_samples_does():
     }
 
 
+@pytest.mark.slow
 def test_a_bonus_changes_no_sign_and_leaves_flat_groups_at_0():
     transform = chain(sum_rewards(), adv.subtract_group_mean(), adv.shape_by_effective_rank(1.0))
     lengths, ranks, _ = draw_batch()
@@ -170,6 +171,7 @@ def token_baseline(returns, logp, collision, tokens):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_a_sample_without_a_teacher_learns_from_rewards_or_leaves(share):
     logp = {"trainer_logp": [[[-2.0, -1.0], [-1.0, -1.0]]]}

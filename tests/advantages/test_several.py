@@ -249,6 +249,7 @@ def test_rlcr_pays_the_most_for_the_confidence_that_is_the_chance_of_being_right
     np.testing.assert_allclose(np.array(best) - best[0], grid**2 / 2, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_reward_may_have_the_name_of_an_option_where_weights_are_a_table():
     rewards = {"eps": [[1.0, 0.0, 0.0]], "style": [[0.0, 0.5, 1.0]]}
     renamed = {"correct": rewards["eps"], "style": rewards["style"]}

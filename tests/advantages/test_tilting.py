@@ -20,6 +20,7 @@ def tilted(base, valid, beta):
     return weight / weight.sum()
 
 
+@pytest.mark.slow
 def test_formulas_are_those_of_the_enumerated_tilted_base():
     random = np.random.default_rng(0)
     base, valid = random.dirichlet(np.ones(12)), random.random(12) < 0.4
@@ -78,6 +79,7 @@ def test_one_penalty_brings_the_mean_over_prompts_to_the_target():
     np.testing.assert_allclose(single.mu.mean(), 0.7, 1e-5)
 
 
+@pytest.mark.slow
 def test_targets_that_need_no_tilt_or_cannot_be_reached_are_defined():
     rates = np.array([0.4, 0.8, 0.0])
     for target in (0.3, 0.6):

@@ -123,6 +123,7 @@ def test_the_built_in_placebo_raises_as_many_other_tokens_of_each_sample():
     assert (values[0] != ours).any()
 
 
+@pytest.mark.slow
 def test_entropies_of_planning_and_of_the_rest_and_of_the_grams_are_reported():
     tokens = np.array([[[1, 2, 5], [1, 2, 3]]])
     entropy = np.array([[[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]]])

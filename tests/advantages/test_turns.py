@@ -89,6 +89,7 @@ def test_a_turn_gets_what_is_earned_from_it_on(gamma, baseline):
         assert_tokens(value, case, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("std", [True, False])
 @pytest.mark.parametrize("ddof", [0, 1])
 def test_turns_are_compared_with_turns_in_the_same_state(std, ddof):

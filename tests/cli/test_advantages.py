@@ -96,6 +96,7 @@ def test_sign_keeps_a_group_that_always_fails_alive(capsys):
     assert lines[-1] == "alive (unmasked and not 0): group 1: 4 of 4"
 
 
+@pytest.mark.slow
 def test_value_and_mask_are_those_after_each_step(capsys):
     steps = shown(capsys, "dr_grpo", "--rewards", "1,0,0,nan", "--rewards", "1,1,1,1")
     assert [step["step"] for step in steps["steps"]] == [

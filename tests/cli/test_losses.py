@@ -89,6 +89,7 @@ def test_every_part_is_listed_and_described(capsys):
         assert f"options: {about['options']}" in output(capsys, name)
 
 
+@pytest.mark.slow
 def test_loss_and_gradient_of_clip_are_those_of_the_paper(capsys):
     document = shown(capsys, "clip", "--ratio", "0.5,1,1.5", "--option", "high=0.28")
     rows = [tuple(round(value, 3) for value in row.values()) for row in document["rows"]]

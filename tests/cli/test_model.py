@@ -106,6 +106,7 @@ HYBRID = {
 }
 
 
+@pytest.mark.slow
 def test_experts_and_states_are_counted(show, tmp_path):
     """What a token passes of the experts, and what a sample keeps beside keys and values."""
     (tmp_path / "config.json").write_text(json.dumps(HYBRID))

@@ -33,6 +33,7 @@ def test_what_is_written_is_read_as_it_was(content):
     assert tomllib.loads(tomli_w.dumps(content)) == content
 
 
+@pytest.mark.slow
 def test_a_config_is_written_where_no_package_for_it_is_installed():
     code = (
         "import sys; sys.modules['tomli_w'] = None\n"

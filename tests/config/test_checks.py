@@ -391,6 +391,7 @@ def test_formats_keep_their_order_and_survive_being_written():
     assert again.eval == config.eval
 
 
+@pytest.mark.slow
 def test_messages_name_keys_that_exist(repository):
     """A remedy by a key that no config has leads nowhere."""
     names, mentioned = {name for name, _ in keys()}, set()

@@ -142,6 +142,7 @@ def test_a_level_that_runs_out_starts_again():
     )
 
 
+@pytest.mark.slow
 def test_every_text_of_the_corpus_goes_through_the_tokenizer_and_back():
     tokenizer = character_tokenizer(TASK.alphabet)
     texts = sorted({text.prompt + text.solution for text in CORPUS})

@@ -54,6 +54,7 @@ def test_outcomes_tell_zero_from_left_out_and_equal_neighbours_together():
     assert maker.outcome(tokens, 0) == "0, ·, (+1.5 -0.5 -0.5), (· 0 +2)"
 
 
+@pytest.mark.slow
 def test_the_table_tells_sample_group_and_batch_and_says_what_is_missing(monkeypatch):
     def needy():
         """Reads what nobody has.

@@ -161,6 +161,7 @@ def test_a_wrong_closed_form_would_be_noticed(monkeypatch):
         assert not first.holds
 
 
+@pytest.mark.slow
 def test_the_bandit_has_the_success_rate_that_was_asked_for():
     with jax.enable_x64(True):
         game = bandit.bandit(0.3, spread=1.0)

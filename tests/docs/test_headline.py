@@ -44,6 +44,7 @@ def test_the_simulation_starts_with_the_success_and_the_flat_pairs_that_it_says(
     assert (p**4 + (1 - p) ** 4).mean() == pytest.approx(float(flat), abs=2e-3)
 
 
+@pytest.mark.slow
 def test_the_simulated_advantages_are_those_of_the_recipes():
     reward = np.array([[1.0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 1]])
     for name, formula in escape.ADVANTAGES.items():

@@ -94,6 +94,7 @@ def limit(name):
     return 1.5 if called.BAD[name] == "timed_out" else 20.0
 
 
+@pytest.mark.slow
 @BAD
 def test_a_tool_that_ends_its_process_answers_in_words_and_the_next_call_has_another(
     processes, name
@@ -114,6 +115,7 @@ def test_what_a_tool_has_started_ends_with_its_process(processes):
     assert_dies(int(program))
 
 
+@pytest.mark.slow
 def test_no_more_calls_run_at_once_than_there_are_workers():
     """Twelve calls at once are answered by as many processes as there are workers."""
     for count in (1, 3):
@@ -155,6 +157,7 @@ def test_an_environment_breaks_in_the_words_of_a_thread(processes, factory, mess
     assert error.value.ending == ""
 
 
+@pytest.mark.slow
 @BAD
 def test_an_environment_whose_process_ends_is_broken_by_name_and_its_neighbours_go_on(
     processes, name
@@ -212,6 +215,7 @@ def test_a_killed_process_breaks_its_own_sample_and_the_parent_of_all_begins_aga
     assert play(called.Game, processes, "up", seed=0)[-1] == 1
 
 
+@pytest.mark.slow
 def test_nothing_is_left_running():
     before = children()
     pool = Processes(PARTS, 2, 1.0)
@@ -259,6 +263,7 @@ if sys.argv[1] == "kill":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["exit", "kill"])
 def test_all_end_with_the_program_that_began_them_however_it_ends(python, environment, ending):
     variables = environment()

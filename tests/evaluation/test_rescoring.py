@@ -96,6 +96,7 @@ def test_four_devices_say_what_one_says(case, axis):
         np.testing.assert_allclose(four[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_the_base_itself_is_at_no_distance(case):
     rollouts, ours, _, _ = case
     model, mesh = tiny.model(), one_device()
@@ -107,6 +108,7 @@ def test_the_base_itself_is_at_no_distance(case):
         np.testing.assert_allclose(value, 0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_only_what_is_asked_for_is_run(case):
     rollouts, ours, _, _ = case
     model, mesh = tiny.model(), one_device()
@@ -153,6 +155,7 @@ def zeros(completions, **columns):
     return [0.0] * len(completions)
 
 
+@pytest.mark.slow
 def test_exact_and_estimated_kl_agree_in_expectation(case):
     """Samples of one token, in the proportions of the policy: their mean is the exact KL."""
     _, ours, bases, (p, q) = case

@@ -1,5 +1,4 @@
-"""`jaxgrpo check`: its expected updates beside an enumeration written apart, the mistakes that it
-finds, and what it says of what is shipped."""
+"""`jaxgrpo check`: expected updates beside an enumeration, mistakes, what it says of parts."""
 
 from __future__ import annotations
 
@@ -113,6 +112,7 @@ def enumerate_update(game, logits, reference, reward, samples, formula):
     return np.einsum("m,msv->sv", chance, updates), chance @ (updates**2).sum((1, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     full_but(("grpo", "maxrl", "alpha_dpg"), FORMULAS),

@@ -59,6 +59,7 @@ def test_a_constant_curve_says_nothing(height):
     assert fit_curve(flat).undetermined
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_truth():
     noisy = curve(points=25)
     intervals = fit.bootstrap(noisy, fit_curve(noisy))
@@ -67,6 +68,7 @@ def test_intervals_hold_the_truth():
         assert high - low < 0.5 * TRUE[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("falls", [False, True])
 def test_intervals_of_the_ceiling_stay_within_the_range_in_which_the_curve_is_fitted(falls):
     """Resampled residuals lift points above what the metric cannot exceed, and below all others."""

@@ -79,6 +79,7 @@ def test_on_plain_arrays_the_adaptive_bonus_acts_from_the_second_update_on():
     np.testing.assert_allclose(history, [(0, 0.4), (-0.4 * 0.7, 0.5), (-0.5 * 0.2, 0.6)], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("states", [None, {}, {"adaptive": 1}])
 def test_a_bonus_that_would_never_act_for_lack_of_its_state_is_refused(states):
     unit, mask = jnp.ones((1, 2)), jnp.ones((1, 2), bool)

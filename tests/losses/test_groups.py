@@ -54,6 +54,7 @@ def tokens_in(shape):
     return Tokens(**rows, segment=jnp.asarray(segment, jnp.int32), fields={}), sample // G
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     all_but(["a group a row"], LAYOUTS),

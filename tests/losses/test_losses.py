@@ -72,6 +72,7 @@ def test_the_peers_golden_losses_are_met(reduction, expected):
     assert float(loss) == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_clip_surrogate_is_the_smaller_of_two_products():
     random = np.random.default_rng(0)
     with jax.enable_x64(True):
@@ -94,6 +95,7 @@ def test_the_clip_surrogate_is_the_smaller_of_two_products():
     assert result["clip_ratio/log_ratio_clamped"] == 0
 
 
+@pytest.mark.slow
 def test_clipped_tokens_get_no_gradient_and_the_others_the_whole():
     log_ratio = jnp.log(jnp.array([[0.5, 1.5, 0.5, 1.5, 1.0]]))
     advantage = jnp.array([[1.0, 1.0, -2.0, -2.0, 3.0]])
@@ -127,6 +129,7 @@ def test_a_token_count_beyond_float32_is_exact():
     assert float(total) == np.float32(1) / np.float32(2**24 + 2**9)
 
 
+@pytest.mark.slow
 def test_penalties_are_their_formulas_and_report_k3_without_beta():
     logp, reference = jnp.array([[-1.0, -2.0, NAN]]), jnp.array([[-1.5, -0.5, NAN]])
     mask = jnp.array([[True, True, False]])
@@ -188,6 +191,7 @@ def test_extreme_log_ratios_are_clamped_and_counted():
         assert metrics["kl_clamped"].result() == pytest.approx(2 / 3)
 
 
+@pytest.mark.slow
 def test_fields_and_rows_that_do_not_fit_are_refused():
     logp, mask = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
     with refuses("k2 reads fields['reference_logp']"):
@@ -243,6 +247,7 @@ def six_arrays(logp, proximal_logp, advantage, mask, segment, fields):
     return -advantage * logp, {}
 
 
+@pytest.mark.slow
 def test_a_loss_of_ones_own_in_the_old_form_is_told_the_new_one():
     pairs: Any = ((build_surrogate, Surrogate), (build_penalty, Penalty))
     for make, kind in pairs:
@@ -263,6 +268,7 @@ def to_the_power(exponent):
     return lambda tokens: power(tokens, exponent)
 
 
+@pytest.mark.slow
 def test_a_computation_keeps_its_defaults_and_takes_options_by_a_factory():
     tokens = Tokens.from_ratios([np.exp(3.0)])
     loss, _ = build_surrogate(power).compute(tokens)
@@ -280,5 +286,6 @@ def test_a_computation_keeps_its_defaults_and_takes_options_by_a_factory():
     assert float(loss) == metrics["loss"].result() == pytest.approx(-9), "whatever it calls a loss"
 
 
+@pytest.mark.slow
 def test_examples_in_docstrings_hold():
     assert doctest.testmod(objective).failed == 0

@@ -195,6 +195,7 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages():
     np.testing.assert_array_equal(value, loss(log_ratio, clip(delta=3.0))[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distance", [-3.0, 40.0])
 def test_a_price_of_the_log_ratio_pulls_from_any_distance(distance):
     """Also beyond the 20 nats at which ratios are clamped. A is 0: only the price has a slope."""
@@ -240,6 +241,7 @@ def test_numbers_that_make_no_sense_are_refused():
         build_surrogate("by_sample")
 
 
+@pytest.mark.slow
 def test_layouts_that_do_not_fit_are_refused():
     arrays = (ONES, ONES, ONES, MASK)
     with refuses("prompt_mean needs to know which rows answer the same prompt: give `group`"):

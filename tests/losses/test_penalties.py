@@ -316,6 +316,7 @@ def test_plain_arrays_are_given_their_penalties_with_their_fields():
             policy_loss(*arguments, penalties=[penalty])
 
 
+@pytest.mark.slow
 def test_each_penalty_reports_under_a_name_that_is_free():
     tokens = Tokens.from_ratios([np.exp(2.0)], reference_logp=0.0, full_kl=3.0)
     penalties = [build_penalty("k2", {"beta": 0.1}), full_kl(0.1), build_penalty("k2", {"beta": 2})]

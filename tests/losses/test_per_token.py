@@ -52,6 +52,7 @@ def jacobians() -> dict[str, np.ndarray]:
     return jax.tree.map(np.asarray, every(logp))
 
 
+@pytest.mark.slow
 def test_a_loss_per_token_depends_on_no_other_token(jacobians):
     for name, term in TERMS.items():
         apart = jacobians[name] * (1 - np.eye(T))

@@ -50,6 +50,7 @@ def test_a_batch_without_any_token_has_loss_and_gradient_zero(dtype):
         assert np.isnan(metrics["policy_kl"].result())  # of nothing
 
 
+@pytest.mark.slow
 def test_bfloat16_is_computed_in_float32():
     batch = make_batch(np.float32)
     rounded = {

@@ -162,6 +162,7 @@ def test_value_and_gradient_are_those_of_the_formula(float64, batch, case):
     assert np.abs(slope - plain).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_slope_at_ratio_one_is_that_of_the_formula(float64, batch, case):
     formula, options = CASES[case]
@@ -176,6 +177,7 @@ def test_the_slope_at_ratio_one_is_that_of_the_formula(float64, batch, case):
     np.testing.assert_allclose(gradient, in_torch(formula, arrays)[1], rtol=1e-10, atol=1e-15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.1, 0.5])
 def test_so_many_tokens_pay_where_all_tie(share):
     logp, mask = jnp.full((4, 10), -1.0), jnp.ones((4, 10), bool)

@@ -110,6 +110,7 @@ def test_an_adapter_of_peft_computes_the_same(case):
     assert np.abs(case.expected - case.without)[REAL].max() > 0.1
 
 
+@pytest.mark.slow
 def test_a_saved_adapter_is_the_one_that_was_read_and_peft_loads_it(case, tmp_path):
     from peft import PeftModel
     from safetensors.numpy import load_file
@@ -146,6 +147,7 @@ def written(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_what_peft_writes_by_default_is_read(tmp_path):
     config = adapters.read_config(written(tmp_path), tiny.UNIFORM)
     assert config == LoraConfig(rank=4, alpha=8.0, targets="attention/query")
@@ -199,6 +201,7 @@ def test_an_adapter_that_computes_something_else_is_refused_by_name(changes, mes
 OF_ATTENTION = r".*self_attn\..*"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_an_expression_over_all_modules_of_attention_is_read_where_peft_takes_it(family, tmp_path):
     """They have no norms of queries and keys; sinks are no module."""
@@ -278,6 +281,7 @@ def test_a_fused_tensor_has_one_adapter_whose_parts_share_a(tmp_path):
     assert adapters.read_config(tmp_path / "adapter", PHI) == settings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", [".*", "attention/(query|key)"])
 def test_a_part_of_a_fused_tensor_has_no_adapter_of_its_own(tmp_path, targets):
     settings = LoraConfig(rank=1, alpha=1.0, targets=targets)

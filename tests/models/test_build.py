@@ -57,6 +57,7 @@ def run(model, params, tokens):
     return model.apply(params, tokens, position, Caller(causal(position, position >= 0)), None)
 
 
+@pytest.mark.slow
 def test_parameters_are_plain_dicts_of_arrays_with_one_axis_name_per_dimension(paired):
     model = build(dataclasses.replace(CONFIG, pattern=PAIR, attention_bias=True))
 
@@ -89,6 +90,7 @@ def test_the_number_of_parameters_is_that_of_the_formula(tied):
     assert sum(leaf.size for leaf in jax.tree.leaves(model.shapes)) == expected
 
 
+@pytest.mark.slow
 def test_layers_are_drawn_from_their_number_wherever_the_pattern_puts_them(uniform, paired):
     drawn = {"attention": "query", "feed_forward": "down"}
     for layer in range(5):

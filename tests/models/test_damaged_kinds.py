@@ -172,6 +172,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "fields", "change", "message"), CASES)
 def test_weights_that_do_not_fit_are_one_line(bases, family, fields, change, message, tmp_path):
     base = bases[family]

@@ -71,6 +71,7 @@ def by_a_loop(x: Any, passed: np.ndarray, gates: Any, weights: dict[tuple[str, s
 
 
 # Fewer rows of tokens than experts are, and more.
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [pytest.param(3, marks=pytest.mark.full), 9])
 def test_values_and_gradients_are_those_of_a_loop_over_experts(tokens):
     with jax.enable_x64(True):

@@ -32,6 +32,7 @@ FEED = ExpertsKind(number=6, top_k=2, size=16)
 CONFIG = dataclasses.replace(tiny.UNIFORM, pattern=(LayerKind(feed=FEED),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -104,6 +105,7 @@ def mix(x, numbers, gates, weights, local=None):
     return experts.mixed(COMBINE, names, scales, x, numbers, gates, local, *weights.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
     ("number", "tokens", "crowded"),
@@ -144,6 +146,7 @@ def test_tokens_pass_their_experts_and_gradients_are_those_of_plain_products(
         np.testing.assert_allclose(*values, rtol=close, atol=close * np.abs(values[1]).max())
 
 
+@pytest.mark.slow
 def test_a_token_has_the_same_bits_whatever_the_others_are():
     x, numbers, gates, weights = mixture(4, 2, 40)
     multiply = jax.jit(mix)
@@ -156,6 +159,7 @@ def test_a_token_has_the_same_bits_whatever_the_others_are():
     np.testing.assert_array_equal(multiply(x, crowd, gates, weights)[:1], alone[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [False, True])
 def test_experts_divided_over_devices_give_what_a_device_with_all_gives(bias, monkeypatch):
     """Whatever products of rows without an expert are."""
@@ -199,6 +203,7 @@ def test_a_tpu_divides_experts_where_parameters_are_gathered_and_their_number_ca
     assert sharding.sampling_rules(cpus, kinds) is sharding.SAMPLING
 
 
+@pytest.mark.slow
 def test_no_array_has_all_tokens_at_all_experts():
     """9 tokens at 2 of 6 experts are 18 rows, and not 54."""
     model = build(CONFIG)
@@ -304,6 +309,7 @@ def test_experts_a_shared_one_and_its_gate_have_adapters_and_the_router_has_none
     }
 
 
+@pytest.mark.slow
 def test_the_load_of_experts_is_counted_where_there_are_records():
     record = np.full((1, 1, 4, 2, 2), NONE, np.int16)
     record[0, 0, :3, 0] = [[0, 1], [0, 2], [0, 3]]  # of the second layer nothing is known
@@ -314,6 +320,7 @@ def test_the_load_of_experts_is_counted_where_there_are_records():
     assert float(dead.total / dead.weight) == (2 + 4) / 12
 
 
+@pytest.mark.slow
 def test_the_load_of_few_tokens_is_over_the_mean_of_the_experts_that_a_layer_has():
     kinds = [LayerKind(feed=FEED._replace(number=number)) for number in (8, 4, 4)]
     record = np.full((1, 1, 2, 3, 2), NONE, np.int16)
@@ -410,6 +417,7 @@ def test_experts_in_mxfp4_are_read_as_transformers_unpacks_them(tmp_path):
             jaxgrpo.load_model(path)
 
 
+@pytest.mark.slow
 def test_layers_that_guess_further_are_carried_and_do_not_say_how_experts_are_stored(tmp_path):
     """Qwen3-Next's tensors under mtp.; and its shared expert needs its gate."""
     checkpoints.saved(checkpoints.transformers_config("qwen3_next"), tmp_path / "plain")

@@ -52,6 +52,7 @@ def test_logits_are_those_of_transformers_whichever_side_is_padded(case):
     assert 0.2 < case.logits[real].std() < 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", full_but(EXPORTED, sorted(FAMILIES)), indirect=True)
 def test_in_float64_logits_are_those_of_transformers_to_the_last_digits(case):
     expected = checkpoints.exact_transformers_logits(case.folder, *BATCH)

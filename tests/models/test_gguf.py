@@ -66,6 +66,7 @@ def test_what_is_left_of_a_quantised_model_is_read_exactly(kind, tmp_path):
         np.testing.assert_allclose(back[tensor].numpy(), value, rtol=0, atol=1e-3 * width)
 
 
+@pytest.mark.slow
 def test_a_model_in_bfloat16_stays_in_bfloat16(tmp_path):
     for name in ("qwen2", "gemma3"):
         model = random_model(CONFIGS[name])

@@ -132,6 +132,7 @@ def test_lines_in_fp8_are_widened_as_they_are_read():
         np.testing.assert_array_equal(np.asarray(actual, np.float32), oracle)
 
 
+@pytest.mark.slow
 def test_tokens_behind_the_last_are_not_read():
     query, key, value, (prompts, slots) = draw_inputs(2, 2)
     dirty = Lines(*(leaf.copy() for leaf in slots))

@@ -152,6 +152,7 @@ def test_sequences_of_odd_lengths_are_computed_with_a_place_more(kernel):
     assert_same(actual, rows(attention.rows_with_prefix, packed, PLAIN, *inputs) * real)
 
 
+@pytest.mark.slow
 def test_windows_and_soft_caps_never_reach_the_kernel():
     *inputs, _ = map(jnp.asarray, attended.draws(SEVERAL, np.float32))
     for kind in (AttentionKind(soft_cap=30.0), AttentionKind(window=4)):

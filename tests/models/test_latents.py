@@ -155,6 +155,7 @@ def test_latents_as_keys_give_what_each_heads_keys_do(tmp_path):
     assert (*shapes,) == ((1, 18), (4, 16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_fused", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_small_adapters_beside_bfloat16_act_on_latents_as_on_each_heads_keys(is_fused):
     """Of .1% of the weights: added to them in bfloat16, most of that would be lost, where XLA does
@@ -225,6 +226,7 @@ def test_gradients_of_latents_are_those_of_pytorch(tmp_path):
     assert compared == 2 * 12
 
 
+@pytest.mark.slow
 def test_weights_in_fp8_are_read_by_blocks_and_written_as_bfloat16(tmp_path):
     sizes = {"hidden_size": 160, "num_hidden_layers": 2, "q_lora_rank": 130}
     small(tmp_path / "plain", **sizes, num_attention_heads=4)

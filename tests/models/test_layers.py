@@ -91,6 +91,7 @@ def test_numbers_that_bfloat16_multiplies_by_are_not_rounded_to_it(scaled, exact
     assert abs(ratio.mean() - 1) < 2e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("is_exact", "scale"), [(True, 5.6), (False, 5.59375)])
 def test_the_scale_of_embeddings_is_rounded_where_transformers_casts_it(is_exact, scale):
     """With norms that divide by 10^4, beside which layers add nothing."""

@@ -99,6 +99,7 @@ def test_merged_weights_compute_what_adapters_do(config, settings):
     assert np.abs(by_adapters - base).max() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_stacked", [True, False], ids=["stacked", "layers apart"])
 @QUICK_CONFIGS
 def test_merged_layer_by_layer_they_are_the_same_weights(config, is_stacked):

@@ -60,6 +60,7 @@ def test_gradients_of_embedding_and_head_are_those_of_torch(tied, pad, tmp_path)
     assert (table[PAD] == 0).all() == (pad is not None and not tied)
 
 
+@pytest.mark.slow
 def test_a_family_that_names_no_pad_token_takes_that_of_transformers(tmp_path):
     fields = checkpoints.config_fields("gemma2")
     del fields["pad_token_id"]
@@ -94,6 +95,7 @@ def test_a_pad_token_that_the_model_lacks_is_no_row_and_other_values_are_refused
         model_config(fields | {"pad_token_id": "<pad>"}, "c")
 
 
+@pytest.mark.slow
 def test_values_and_other_rows_are_as_without_a_pad_token():
     plain = tiny.UNIFORM
     padded = dataclasses.replace(plain, pad_token=PAD)

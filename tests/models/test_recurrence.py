@@ -58,6 +58,7 @@ def with_gradients(form, example: DeltaInputs, real: jax.Array, start: DeltaStat
     return jax.grad(loss, argnums=(0, 1), has_aux=True)(example, start)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "float64"])
 def test_chunks_are_tokens_one_by_one_with_their_gradients(dtype):
     with jax.enable_x64(dtype == "float64"):
@@ -157,6 +158,7 @@ def test_keys_that_repeat_lose_no_digits():
     assert furthest(chunks, tokens) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_rule_is_that_of_transformers():
     """Theirs from a state too; their convolution is compared with their models."""
     import torch

@@ -149,6 +149,7 @@ def test_the_formula_needs_no_compiler_for_the_chips(small, uncompiled, monkeypa
         command.main(arguments[1], topology=name)
 
 
+@pytest.mark.slow
 def test_a_mesh_that_does_not_fit_other_devices_is_replaced_by_one_that_does(
     small, uncompiled, monkeypatch, capsys
 ):
@@ -186,6 +187,7 @@ def test_a_mesh_that_fits_other_devices_stays_where_it_leaves_little_room(
     assert (printed["fits"], printed["changes"], printed["peak"]) == (True, {}, peak)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(4)
 def test_what_does_not_fit_is_a_document_with_what_would_and_exit_code_1(
     small, monkeypatch, capsys
@@ -247,6 +249,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_mesh_for_other_devices_is_the_nearest_that_can_be_built(name):
     config = planned.config(mesh={"fsdp": 4, "tensor": 2})

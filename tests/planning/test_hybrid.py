@@ -24,6 +24,7 @@ def run():
     return programs.build_run(read, chips.devices), chips.chip
 
 
+@pytest.mark.slow
 def test_its_layers_and_weights_are_counted(run):
     model = run[0].blueprint.model
     kinds = [kind.mixer for kind in model.config.kinds if isinstance(kind.mixer, DeltaKind)]

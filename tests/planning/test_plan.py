@@ -332,6 +332,7 @@ def test_an_update_takes_the_memory_that_is_predicted(python, environment, tmp_p
     assert numbers["growth"] == pytest.approx(numbers["predicted"], rel=0.25)
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub_is_planned_by_what_its_cache_holds(tmp_path, monkeypatch):
     keys = files.load("quickstart", ("model.path=mine/small",)).model
     lora = files.load("quickstart").lora
@@ -361,6 +362,7 @@ GEMMA3 = {
 LOW_BIT_LORA = {"lora": {"rank": 4, "alpha": 8.0}, "rollout.weight_dtype": "int8"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", full_but([{"fsdp": 2}], [{"fsdp": 2}, {"data": 2}]), ids=str)
 @pytest.mark.parametrize(
     "changes",
@@ -427,6 +429,7 @@ def test_the_rest_of_a_step_s_samples_lies_beside_its_update():
     assert plan._beside(run, update) == memory.on_device(run.learner) + recorded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "mesh", "bases"),
     [

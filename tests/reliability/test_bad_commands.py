@@ -37,6 +37,7 @@ def files(home: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     every_third(wrong_inputs.WRONG),  # a third of them in `make test`

@@ -228,6 +228,7 @@ def test_a_base_that_goes_away_under_a_run_costs_no_step(name, problem, tmp_path
     assert loop.train(config, resume="auto").summary["step"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error", [KeyError("pruned"), pytest.param(SystemExit("pruned"), marks=pytest.mark.full)]
 )

@@ -31,6 +31,7 @@ def start_as(number: int) -> subprocess.Popen[bytes] | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not os.access(LAST_NUMBER, os.W_OK), reason="the number of a process is root's to choose"
 )
@@ -65,6 +66,7 @@ def test_a_command_is_killed_with_its_group_and_signals_reach_it(start):
     assert start(program="raise SystemExit(7)").wait(10) == 7
 
 
+@pytest.mark.slow
 def test_a_command_ends_with_its_client_and_nonsense_ends_nothing(
     start, fork_server, environment, tmp_path
 ):

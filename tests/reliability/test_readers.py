@@ -256,6 +256,7 @@ def settings(count: int) -> hypothesis.settings:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     "name",

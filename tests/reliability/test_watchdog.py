@@ -79,6 +79,7 @@ def two(begin, *times: str) -> list[subprocess.Popen]:
     return [begin(*times, "waits", **first), begin(*times, **second)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["deaf", pytest.param("hears", marks=pytest.mark.full)])
 def test_a_stop_signal_in_a_hung_reward_ends_it_after_the_grace(begin, how):
     process = begin("1", "0", how)
@@ -338,6 +339,7 @@ def test_a_line_says_once_how_many_programs_were_compiled_and_where_they_are():
     assert process.Programs.under_way() == 0
 
 
+@pytest.mark.slow
 def test_what_takes_long_beside_a_run_is_told_too(monkeypatch):
     monkeypatch.setattr(console, "SILENCE", 0.2)
     monkeypatch.setattr(console, "TICK", 0.1)

@@ -72,6 +72,7 @@ def test_an_unknown_scorer_is_refused_with_the_nearest():
         rewards.build("brier", scorer="arithmatic")
 
 
+@pytest.mark.slow
 def test_the_recipe_finds_the_rewards_and_weights_that_its_config_names(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     config = files.load("rlcr")

@@ -72,6 +72,7 @@ async def awaits(completions):
 HUNG = [sleeps, loops, matches, waits_for_a_lock, catches_mistakes, catches_once, awaits]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hung", HUNG, ids=lambda function: function.__name__)
 def test_a_reward_that_hangs_ends_at_its_timeout(hung):
     began = time.monotonic()

@@ -101,6 +101,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:math. the gold answer .. cannot be read")
 def test_answers_are_compared_as_mathematics():
     completions, answers, expected = (list(column) for column in zip(*CASES, strict=True))
@@ -109,6 +110,7 @@ def test_answers_are_compared_as_mathematics():
         assert scores == expected
 
 
+@pytest.mark.slow
 @pytest.mark.fault(17)
 def test_a_grader_that_never_ends_is_killed_and_its_sample_unscored():
     logged = {}
@@ -192,6 +194,7 @@ def test_answers_that_hang_end_where_the_trainer_ignores_the_signal_of_their_tim
     assert seconds < 3 * GRACE  # which each would take
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not THERE, reason="needs math-verify")
 def test_a_gold_answer_that_hangs_is_unread_and_tried_once():
     logged, gold = {}, "9^{9^{9^{9^{8}}}}"
@@ -400,6 +403,7 @@ def test_a_text_that_repeats_itself_is_read_in_linear_time(piece):
     assert time.process_time() - began < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("table", "expected"), [(EQUAL, 1), (UNEQUAL, 0)], ids=["equal", "not"])
 def test_gold_answers_and_completions_are_read_as_a_whole(table, expected):
     pairs = [(text, gold) for gold, texts in table.items() for text in texts]

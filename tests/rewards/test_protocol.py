@@ -246,6 +246,7 @@ def test_no_column_is_an_option_of_a_built_in_reward(name):
     assert accepted(build(name), options) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("math_verify"), reason="it is not installed")
 def test_no_column_is_an_option_of_a_scorer():
     text = "So 4.<confidence>1</confidence>"

@@ -284,6 +284,7 @@ def test_programs_side_by_side_do_not_wait_for_each_other_s_processes(monkeypatc
         assert [future.result(60) for future in judged] == [programs.Verdict(1, 1)] * 12
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(PROBLEMS["monty"] is not None, reason=f"monty: {PROBLEMS['monty']}")
 def test_what_a_program_in_monty_gives_and_asks_for_holds_up_nothing_outside():
     """A value of sixty lists was read here as one of 2^60, and a million names were looked up."""
@@ -300,6 +301,7 @@ def test_what_a_program_in_monty_gives_and_asks_for_holds_up_nothing_outside():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault(19)
 @pytest.mark.parametrize("name", SANDBOXES)
 def test_an_interrupted_call_leaves_nothing_behind(name):

@@ -67,6 +67,7 @@ def test_a_child_stays_for_the_next_batch(workers):
     assert pool.ask(["who"]) == pool.ask(["who"])
 
 
+@pytest.mark.slow
 def test_forks_of_a_child_are_killed_with_it(workers):
     pool = workers()
     (fork,) = pool.ask(["fork"])

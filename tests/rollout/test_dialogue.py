@@ -136,6 +136,7 @@ def test_whatever_time_tools_take_all_is_the_same_bit_for_bit():
     assert slot_steps == steps
 
 
+@pytest.mark.slow
 def test_what_a_tool_says_stands_between_the_turns_and_is_not_the_models():
     rollouts, dialogue, _ = expected()
     several = 0

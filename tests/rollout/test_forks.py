@@ -196,6 +196,7 @@ def test_rules_in_jax_are_refused():
         make_world((), {"": guess_rules}, keys, chat("faithful"), [1], forks=True)
 
 
+@pytest.mark.slow
 def test_rows_of_saved_samples_say_which_replies_are_the_conversation_again():
     rollouts, _ = talk("forgetful", True)
     place = tuple(np.argwhere(rollouts.fields[FORK].any(-1))[0].tolist())

@@ -120,6 +120,7 @@ def numbered(tree, seed=0):
     return jax.tree.map(lambda leaf: jnp.asarray(count(leaf), leaf.dtype), tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bins", [1, 2])
 @pytest.mark.parametrize("config", [tiny.UNIFORM, tiny.HYBRID], ids=["full", "states"])
 def test_what_slots_hold_moves_out_and_back_as_it_is(config, bins):

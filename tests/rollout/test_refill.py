@@ -90,6 +90,7 @@ def stream_with(leftover=None):
     return Stream(cursor=None, key=None, prompt_policy_state=None, waiting=waiting)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_rounds_go_on_until_the_step_is_full_and_the_rest_opens_the_next_step():
     rounds = [[FLAT, LIVE, FLAT], [FLAT, FLAT, LIVE], [LIVE, LIVE, LIVE], [LIVE] * 3]
     leftover, used, reward_log, metrics, left = filled(7, rounds)

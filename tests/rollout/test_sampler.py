@@ -100,6 +100,7 @@ def test_draws_follow_the_softmax():
     np.testing.assert_allclose(logp[0], np.log(prob)[np.asarray(token[0])], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_sample_ends_at_the_stop_token_which_belongs_to_it():
     rollouts = run(prompts=tiny.prompts(8, seed=5))
     tokens, mask = np.asarray(rollouts.completion_tokens), np.asarray(rollouts.token_mask)

@@ -94,6 +94,7 @@ def test_bytes_in_a_row_neither_hide_nor_hold_a_stop_string():
     assert {stop.end(malformed, searched) for searched in range(20)} == {None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fewest", [0, 50])
 @pytest.mark.parametrize(
     ("make", "text", "strings"),

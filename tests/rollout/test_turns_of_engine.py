@@ -223,6 +223,7 @@ def test_turns_that_stop_strings_end_go_on_behind_them(config, slots):
     assert_log_probs(spoken, requests, config)
 
 
+@pytest.mark.slow
 def test_states_are_refused_where_strings_would_take_tokens_back():
     with pytest.raises(InputError, match=r"rollout.stop_strings: .* states"):
         converse(2, config=tiny.HYBRID, stop_strings=StopStrings(Letters(), ["F"]))

@@ -79,6 +79,7 @@ def test_a_length_may_have_spaces_around_it_and_nothing_else(server):
         assert speak(served, head("POST", f"Content-Length: {text}") + b"{}") == ["411"]
 
 
+@pytest.mark.slow
 def test_behind_an_answer_that_a_client_does_not_read_stands_no_other_one(server):
     served, paths = server
     served._server.RequestHandlerClass.timeout = 1.0

@@ -47,6 +47,7 @@ def test_a_function_that_asks_for_an_address_is_a_program_and_what_has_one_is_no
     assert not is_program(functools.partial(functools.partial(Client, "http://localhost:8001")))
 
 
+@pytest.mark.slow
 def test_the_session_of_a_sample_that_broke_is_there_no_longer_than_the_sample():
     """Its partner is not used again, so nothing would take it out."""
     dialect = Dialect(

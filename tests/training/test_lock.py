@@ -112,6 +112,7 @@ ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
 """
 
 
+@pytest.mark.slow
 def test_a_start_waits_for_a_holder_that_is_ending_and_for_no_other(tmp_path, python, environment):
     command = [python, "-c", SLOW_END, str(tmp_path)]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as holder:

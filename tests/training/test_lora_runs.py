@@ -82,6 +82,7 @@ def test_an_export_never_replaces_the_base_of_its_run(finished, overwrite):
     assert folders.fingerprint(base) == before
 
 
+@pytest.mark.slow
 def test_an_export_replaces_another_model_only_where_that_is_asked_for(finished, tmp_path):
     shutil.copytree(small_run.base(), tmp_path / "theirs")
     (tmp_path / "theirs" / "README.md").unlink(missing_ok=True)
@@ -283,6 +284,7 @@ def test_the_folder_has_the_merged_model_and_the_adapter(finished, tmp_path):
     assert np.abs(expected - jaxgrpo.logits(plain, base, tokens, mask)).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_memory_counts_narrow_weights_once_and_wide_adapters(tmp_path):
     changes = {**LORA, "model.dtype": "bfloat16"}
     run = setup(small_run.config(tmp_path / "run", **changes))

@@ -132,6 +132,7 @@ def test_a_profile_turns_cuda_graphs_off_unless_the_user_has_said_what_they_are(
         flags_without_graphs("flags.txt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("has_driver", "platform", "profile", "is_off"),
     [

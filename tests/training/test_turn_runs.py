@@ -390,6 +390,7 @@ def test_samples_whose_process_ends_are_counted_by_name_and_not_trained_on(tmp_p
     assert problems <= {None, "look ended its process", "look took more than 2 s"}
 
 
+@pytest.mark.slow
 def test_what_runs_in_no_process_of_its_own_is_refused(tmp_path, mine):
     on = {"rollout.call_workers": 2}
     with pytest.raises(InputError, match=r"rewards.tools_used reads `environments`: with rollout"):

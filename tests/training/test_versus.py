@@ -104,6 +104,7 @@ def test_memory_of_an_update_on_an_accelerator_is_what_its_arrays_took_there():
         most_memory(dataclasses.replace(gpu, peak=None))
 
 
+@pytest.mark.slow
 def test_a_trainer_that_computes_on_a_cpu_is_not_compared_on_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["versus", "--device", "cuda"])
     with pytest.raises(SystemExit):

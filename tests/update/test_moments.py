@@ -98,6 +98,7 @@ def test_numbers_of_bfloat16_and_those_that_are_not_finite_stay_as_they_are():
         np.testing.assert_array_equal(trace.astype("f"), values)
 
 
+@pytest.mark.slow
 def test_a_reset_empties_the_moments_and_keeps_the_rate():
     transform = optimizer("bfloat16")
     _, state = after(transform, 3)

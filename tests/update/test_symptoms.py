@@ -91,6 +91,7 @@ def test_successes_are_rare_where_at_most_a_quarter_of_the_group_succeeded():
     assert not rare_successes({"reward": jnp.eye(3)}).any()
 
 
+@pytest.mark.slow
 def test_rare_successes_own_their_share_of_the_advantage():
     advantage = jnp.where(jnp.isfinite(REWARD), jnp.where(REWARD > 0, 3.0, -1.0), 0)
     metrics = results(advantage_metrics(advantage, jnp.isfinite(REWARD), {"reward": REWARD}))
@@ -162,6 +163,7 @@ def rollout_results(temperature, rollouts):
     return rollout_metrics(None, rewards, temperature, rollouts, rollouts, live, advantage, mask)
 
 
+@pytest.mark.slow
 def test_entropy_and_drift_are_of_samples_that_were_drawn_for_the_step():
     reward = np.array([[1, 0, 1], [0, 1, 1]], np.float32)
     replayed = np.zeros(reward.shape, bool)
@@ -191,6 +193,7 @@ def test_drift_is_not_of_known_answers_that_no_policy_drew():
     assert metrics["kl_to_base_estimated"] == pytest.approx(-thoughts.mean(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_ratios_to_what_drew_texts_of_the_data_are_no_metrics():
     def metrics(**changes):
         objective = losses.Objective(losses.build_surrogate("reinforce"), losses.token_mean())
