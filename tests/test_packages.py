@@ -80,6 +80,7 @@ def test_the_source_distribution_holds_every_file_of_the_repository(repository, 
         assert os.access(file, os.X_OK) == os.access(original, os.X_OK), name
 
 
+@pytest.mark.slow
 def test_the_wheel_of_the_source_distribution_is_that_of_the_checkout(distributions):
     assert distributions.wheel_of_source.read_bytes() == distributions.wheel.read_bytes()
 

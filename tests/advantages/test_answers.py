@@ -62,6 +62,7 @@ def test_a_known_answers_probability_is_a_reward(fields, over, masked_thought):
         assert value[p, g] == pytest.approx(want, rel=1e-5, abs=1e-7)
 
 
+@pytest.mark.slow
 def test_the_product_is_the_expected_reward_of_exact_match():
     """Answers of two tokens of three: the reward of those drawn, times their chance, summed."""
     random = np.random.default_rng(0)
@@ -123,6 +124,7 @@ def test_a_sample_without_an_answer_has_0_and_no_place(fields, efficiency):
     np.testing.assert_array_equal(value[1, [1, 3]], alone[0])
 
 
+@pytest.mark.slow
 def test_a_sample_without_an_answer_has_probability_0(fields):
     fields["answer_reached"][0, 2] = False
     part = adv.answer_probability("product", must_reach=True)
@@ -154,6 +156,7 @@ def test_answers_are_weighed_by_the_scorer_of_the_reward():
     np.testing.assert_allclose(value[0], [[0.6, 0.4], [-0.6, 0.1]], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_sample_that_no_answer_judges_has_no_place(fields):
     fields["answer_logp"][0, 3, 1] = NAN
     value, mask = stream(adv.perplexity_rank(), fields)

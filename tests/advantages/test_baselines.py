@@ -116,6 +116,7 @@ def test_group_baselines_are_the_papers_formulas(outcome):
         )
 
 
+@pytest.mark.slow
 def test_the_group_mean_divides_only_where_it_is_positive(outcome):
     rollouts, values = outcome
     rewards = np.asarray(rollouts.rewards["style"])

@@ -59,6 +59,7 @@ def test_a_list_of_steps_is_the_chain_of_their_factories():
     assert evaluate(steps[:2], REWARDS)[0].tolist() == [[0, 4, 16]]
 
 
+@pytest.mark.slow
 def test_steps_for_each_reward_are_lists_in_the_list():
     inner = [{"use": "subtract_group_mean"}, {"use": "divide_by_group_std", "ddof": 0}]
     spec = [{"use": "per_reward", "transform": inner}, {"use": "sum_rewards"}]

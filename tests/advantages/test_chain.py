@@ -290,6 +290,7 @@ def test_metrics_bear_the_name_of_their_step():
     assert set(split) == {f"per_reward_size/{name}/size/size" for name in ("correct", "style")}
 
 
+@pytest.mark.slow
 def test_chains_nest_and_order_is_inherited():
     rollouts = laws.make_rollouts()
     nested, _, _ = compute(chain(build("grpo"), to_tokens()), rollouts)

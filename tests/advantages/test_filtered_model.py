@@ -132,6 +132,7 @@ def test_expected_gradients_are_those_of_the_divergences():
             assert np.abs(target_slope).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_leaving_oneself_out_does_not_change_the_expected_gradient():
     """All 729 pairs of samples of one prompt, with Z known."""
     with jax.enable_x64(True):

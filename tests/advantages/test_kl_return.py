@@ -346,6 +346,7 @@ ALONE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tail", ["add_kl_return", "kl_in_reward"])
 @pytest.mark.parametrize("name", ALONE)
 def test_a_sample_that_is_alone_pays_as_much_of_the_kl_as_is_left_of_its_reward(name, tail):

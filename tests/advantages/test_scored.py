@@ -109,6 +109,7 @@ def test_a_bonus_changes_no_sign_and_leaves_flat_groups_at_0():
     assert (value > centred + 1e-3).any()
 
 
+@pytest.mark.slow
 def test_a_batch_that_measures_nothing_moves_no_mean():
     """Short samples have no velocity and no acceleration: they say nothing about the means."""
     transform = chain(sum_rewards(), adv.shape_by_effective_rank(decay=0.25))

@@ -64,6 +64,7 @@ def test_kappa_keeps_its_digits_where_its_terms_cancel():
         assert kappa(jnp.asarray(mu), jnp.asarray(rate)).dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_one_penalty_brings_the_mean_over_prompts_to_the_target():
     rates = np.array([0.0, 1e-8, 0.02, 0.5, 0.97, 1.0, 0.0])
     find = jax.jit(target_validity)

@@ -152,6 +152,7 @@ def test_fields_are_lists_for_each_group_or_for_all_or_json(capsys):
             advantages.read_fields([field], (1, 2))
 
 
+@pytest.mark.slow
 def test_no_value_of_a_large_group_is_cut_in_a_narrow_console(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     rewards = [f"0.{number:03}" for number in range(1, 33)]

@@ -140,6 +140,7 @@ def test_ratios_of_one_sequence_share_what_a_sequence_has(capsys):
     assert [row["loss"] for row in apart["rows"]] == pytest.approx([-0.9, -1])
 
 
+@pytest.mark.slow
 def test_own_code_is_shown_and_its_faults_are_named(capsys, user_file):
     document = shown(capsys, f"{user_file}:plain", "--ratio", "1,2", "--advantage", "3")
     assert [row["dloss/dlogp"] for row in document["rows"]] == [-3, -3]

@@ -54,6 +54,7 @@ def test_they_stand_behind_any_chain_weights_last_and_nothing_stands_there_witho
     assert steps(tmp_path, token_chain, **options) == ["sum_rewards", "to_tokens", *tail]
 
 
+@pytest.mark.slow
 def test_a_function_of_ones_own_may_correct_the_mismatch(tmp_path):
     part = {"use": f"{__file__}:halved"}
     assert steps(tmp_path, **{"loss.mismatch": part})[-1] == "halved"
@@ -239,6 +240,7 @@ def test_a_stream_that_a_part_adds_weighs_1_beside_weighed_rewards():
     assert advantages.evaluate(chain, scores, **tokens)[0].tolist() == [[2.5, 5.0]]
 
 
+@pytest.mark.slow
 def test_dvao_in_a_chain_takes_the_weights_of_the_rewards_beside_eps():
     rewards = [Reward("right", zeros), Reward("short", zeros, weight=3.0)]
     scores = {"right": [[0.0, 1.0]], "short": [[2.0, 0.0]]}

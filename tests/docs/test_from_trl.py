@@ -162,6 +162,7 @@ def test_every_part_that_is_used_exists(page):
     assert {name for name in used if ".py:" not in name} <= registered
 
 
+@pytest.mark.slow
 def test_the_config_beside_the_scripts_is_one_and_means_what_trl_does(page, tmp_path):
     def accuracy_reward(completions, **columns):
         return [0.0] * len(completions)

@@ -79,6 +79,7 @@ def test_micro_batches_add_up_to_the_whole(dtype):
         check_equal((added, joined, merged), case, TOLERANCE[dtype])
 
 
+@pytest.mark.slow
 def test_order_of_prompts_and_samples_does_not_matter(float64):
     batch = make_batch(float64)
     random = np.random.default_rng(5)
@@ -175,6 +176,7 @@ def test_plain_arrays_give_the_numbers_of_the_trainer_packed_or_not(float64):
         )
 
 
+@pytest.mark.slow
 def test_on_policy_the_gradient_is_that_of_reinforce(dtype):
     """Ratios are exactly 1: no surrogate sees a difference between the two policies."""
     batch = make_batch(dtype)

@@ -326,6 +326,7 @@ def test_each_penalty_reports_under_a_name_that_is_free():
     assert numbers["full_kl/kl"] == 3
 
 
+@pytest.mark.slow
 def test_a_penalty_with_memory_observes_its_metric_whatever_is_called_alike():
     noisy = Penalty("noisy", lambda tokens: (0 * tokens.logp, {"entropy": 9.0}))
     adaptive = adaptive_entropy(1.0, delta=0.25)

@@ -60,6 +60,7 @@ def test_a_loss_per_token_depends_on_no_other_token(jacobians):
             assert not apart.any(), name
 
 
+@pytest.mark.slow
 def test_those_over_sequences_do_not_say_that_they_are_per_token(jacobians):
     reaching = {name for name, of in jacobians.items() if (of * (1 - np.eye(T))).any()}
     assert {"gspo", "gmpo", "gvpo", "mirror_descent", "rewards_as_labels"} <= reaching

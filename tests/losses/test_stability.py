@@ -41,6 +41,7 @@ def test_log_ratios_of_100_are_clamped_and_counted(dtype, advantage):
             assert (0 < counted <= 1) if by_sequence else counted == 1, name
 
 
+@pytest.mark.slow
 def test_a_batch_without_any_token_has_loss_and_gradient_zero(dtype):
     batch = make_batch(dtype)
     batch = {**batch, "mask": jnp.zeros((P, G, T), bool), "logp": batch["logp"] * np.nan}

@@ -186,6 +186,7 @@ def test_weights_that_do_not_fit_are_one_line(bases, family, fields, change, mes
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("index", "message"),
     [

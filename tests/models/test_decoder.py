@@ -183,6 +183,7 @@ def test_decoding_step_by_step_gives_the_logits_of_one_causal_pass(logits):
     assert float(jnp.std(expected)) > 0.1  # or nothing would be compared
 
 
+@pytest.mark.slow
 def test_rows_that_share_a_prompt_give_the_logits_of_one_causal_pass(logits):
     np.testing.assert_allclose(logits("rows"), logits("one pass"), atol=2e-5)
 

@@ -287,6 +287,7 @@ def test_adapters_of_routers_and_of_a_part_are_refused(changes, message, tmp_pat
         adapters.read_config(tmp_path, CONFIG)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("excluded", [["experts", "o_proj", "q_proj"], r".*(experts.*|[oq]_proj)"])
 def test_parameters_are_adapted_whatever_modules_are_excluded(excluded, tmp_path):
     """As by PEFT, which excludes modules only."""

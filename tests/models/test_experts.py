@@ -218,6 +218,7 @@ def test_no_array_has_all_tokens_at_all_experts():
     assert not re.search(rf"[\[,]{FEED.number},{tokens * FEED.top_k},(32|16)\]", text)
 
 
+@pytest.mark.slow
 @NEEDS_CUDA
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
 def test_compiled_for_a_gpu_no_array_has_all_rows_at_all_experts():

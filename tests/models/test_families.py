@@ -77,6 +77,7 @@ def test_log_probs_are_those_of_the_logits(case):
     assert not token_logp[:, 0].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     full_but(EXPORTED, sorted(FAMILIES)),

@@ -111,6 +111,7 @@ def test_merged_layer_by_layer_they_are_the_same_weights(config, is_stacked):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), actual, expected)
 
 
+@pytest.mark.slow
 def test_one_map_is_the_formula():
     model = adapted(tiny.UNIFORM)
     params = tiny.large_params(model)
@@ -232,6 +233,7 @@ def test_adapters_are_laid_out_as_their_weights_and_compute_the_same():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), merged, expected)
 
 
+@pytest.mark.slow
 def test_merging_rounds_once_to_the_dtype_of_the_weights():
     model = adapted(tiny.UNIFORM, dtype="bfloat16")
     adapter, base = lora.split(tiny.large_params(model))

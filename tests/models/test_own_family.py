@@ -51,6 +51,7 @@ def vault(tmp_path_factory):
     return checkpoints.saved(config, folder), folder
 
 
+@pytest.mark.slow
 def test_the_family_of_the_examples_computes_what_transformers_does(vault, family, tmp_path):
     theirs, folder = vault
     model, params = jaxgrpo.load_model(folder, family=family)

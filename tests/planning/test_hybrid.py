@@ -37,6 +37,7 @@ def test_its_layers_and_weights_are_counted(run):
     assert flops * 24 < 0.02 * 2 * counts.count_weights(model).active
 
 
+@pytest.mark.slow
 def test_states_of_slots_are_counted_and_it_fits(run):
     built, chip = run
     blueprint = built.blueprint

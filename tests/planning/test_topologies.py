@@ -23,6 +23,7 @@ from jaxgrpo.training import memory
 from jaxgrpo.training.method import attention_lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "chips", "devices"),
     [

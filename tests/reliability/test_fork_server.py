@@ -51,6 +51,7 @@ def test_an_ended_command_whose_number_is_used_again_is_not_killed(start):
         assert stranger.wait(10) == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_command_is_killed_with_its_group_and_signals_reach_it(start):
     program = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}]).wait()"
     command = start(program=program)

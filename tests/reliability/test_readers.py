@@ -293,6 +293,7 @@ def test_any_bytes_are_read_or_refused_in_a_message(name, size, tmp_path_factory
     tries(count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_no_manifest_that_says_something_else_is_taken_for_whole(size, tmp_path, tries):
     make_step(tmp_path)

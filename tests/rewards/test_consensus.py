@@ -55,6 +55,7 @@ def test_equal_answers_of_different_prompts_do_not_vote_together():
     assert called(["1", "2", "2", "1", "1", "2"], [0, 0, 0, 1, 1, 1])[0] == [0, 1, 1, 1, 1, 0]
 
 
+@pytest.mark.slow
 def test_a_way_to_read_answers_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(RewardError, match=r"rewards\.consensus: .*did you mean 'arithmetic'"):
         build("consensus", extract="aritmetic")

@@ -227,6 +227,7 @@ def test_the_program_of_the_grader_loads_nothing_of_jax_or_of_this_package(pytho
     assert ("sympy" in loaded) == THERE
 
 
+@pytest.mark.slow
 def test_a_batch_gets_its_shares_as_metrics():
     if THERE:
         scores, log = call_rewards(

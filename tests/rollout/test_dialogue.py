@@ -201,6 +201,7 @@ def test_each_token_has_the_version_that_drew_it():
     assert (turn.max(-1) > 0).any()
 
 
+@pytest.mark.slow
 def test_turns_that_their_limit_cut_are_told_from_those_that_ended():
     rollouts, _, _ = expected()
     turn, cut = rollouts.fields["turn"], rollouts.fields["turn_truncated"]

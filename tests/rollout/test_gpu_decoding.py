@@ -48,6 +48,7 @@ def per_step(*overrides: str) -> Traffic:
     return Traffic(*(few + (LAYERS - COMPILED[0]) * (more - few)))
 
 
+@pytest.mark.slow
 @NEEDS_CUDA
 def test_a_step_of_256_slots_is_450_kernels_and_13_gigabytes_without_a_conditional():
     assert " conditional(" not in step_program(COMPILED[0])
@@ -56,6 +57,7 @@ def test_a_step_of_256_slots_is_450_kernels_and_13_gigabytes_without_a_condition
     assert step.moved <= 13e9
 
 
+@pytest.mark.slow
 @NEEDS_CUDA
 def test_with_adapters_it_is_no_more_than_480_kernels():
     assert per_step("lora.rank=16").kernels <= 480

@@ -120,6 +120,7 @@ def test_rounds_go_on_until_the_step_is_full_and_the_rest_opens_the_next_step():
         np.testing.assert_array_equal(getattr(used, name)[:2], getattr(third, name)[1:])
 
 
+@pytest.mark.slow
 def test_where_the_budget_is_spent_flat_groups_fill_the_step_and_the_shortfall_is_logged():
     rounds = [[FLAT, LIVE, FLAT], [FLAT, FLAT, FLAT], [LIVE] * 3]
     leftover, used, _, metrics, left = filled(0, rounds, factor=2)

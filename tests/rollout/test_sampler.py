@@ -118,6 +118,7 @@ def test_a_sample_ends_at_the_stop_token_which_belongs_to_it():
     np.testing.assert_array_equal(np.where(mask, 0, rollouts.behavior_logp), 0)
 
 
+@pytest.mark.slow
 def test_samples_differ_within_a_group_and_between_steps_and_purposes():
     tokens = np.asarray(run().completion_tokens)
     assert (tokens[:, 0] != tokens[:, 1]).any(-1).all()

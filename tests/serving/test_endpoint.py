@@ -398,6 +398,7 @@ def test_what_a_turn_of_a_sample_cannot_be_asked_for():
     assert messages["elsewhere"].startswith("there is no such sample")
 
 
+@pytest.mark.slow
 def test_no_thread_of_a_program_stays_behind_a_refused_query():
     before = threading.active_count()
     play(rewrites)
@@ -409,6 +410,7 @@ def test_no_thread_of_a_program_stays_behind_a_refused_query():
     assert before >= 1
 
 
+@pytest.mark.slow
 def test_a_program_whose_arguments_are_no_columns_is_refused_before_the_run():
     def wants(base_url, question, seed):
         return 1.0

@@ -73,6 +73,7 @@ def test_adapters_merged_to_sample_as_on_a_gpu_draw_and_train_the_same(
     jax.tree.map(close, finished.learner.trainable, run.learner.trainable)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_an_export_never_replaces_the_base_of_its_run(finished, overwrite):
     base = Path(small_run.base())

@@ -84,6 +84,7 @@ def test_weights_and_biases_gets_the_metrics_with_their_step(tmp_path):
     assert run.place.startswith("wandb sync ")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_run_there(tmp_path):
     for step in (1, 2):
         run = WandB(tmp_path, {"project": "p", "mode": "offline"}, {})

@@ -142,6 +142,7 @@ def at(tree, path):
     return tree
 
 
+@pytest.mark.slow
 def test_embeddings_head_and_norms_have_the_adam_of_muon_and_do_not_decay(by_muon):
     params, history, updates = by_muon
     with jax.enable_x64(True):

@@ -159,6 +159,7 @@ def test_an_interval_reaches_what_the_gap_can_be():
     assert np.isnan(everyone["degeneracy"][2]["ci"]).all()
 
 
+@pytest.mark.slow
 def test_without_a_scored_sample_nothing_is_known():
     numbers = measure(answers(np.full((3, 4), NAN)), questions(), prompts_per_step=8)
     assert numbers["success"]["unscored"] == 1
