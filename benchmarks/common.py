@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import re
 import resource
 import subprocess
 import sys
@@ -16,17 +18,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+CPUINFO = Path("/proc/cpuinfo")
+VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sve": "SVE", "asimd": "NEON"}
+"""Flags of /proc/cpuinfo, the widest first, and what their instructions are called."""
+
+
+def processor(file: Path = CPUINFO) -> str:
+    """Model and widest vector instructions, as Linux tells them: ratios depend on both. Elsewhere
+    the architecture."""
+    try:
+        fields = dict(re.findall(r"^(\S.*?)\s*: (.*)$", file.read_text(), re.MULTILINE))
+    except OSError:
+        return platform.machine()
+    flags = fields.get("flags", fields.get("Features", "")).split()
+    vectors = [name for flag, name in VECTORS.items() if flag in flags]
+    return ", ".join([fields.get("model name", platform.machine()), *vectors[:1]])
+
 
 def describe() -> dict[str, Any]:
     """Device, versions and commit."""
     device = jax.devices()[0]
+    kind = processor() if device.platform == "cpu" else device.device_kind
     repository = Path(__file__).resolve().parent.parent
     commit = ""
     if (repository / ".git").exists():  # not in a source distribution
         command = ["git", "-C", repository, "rev-parse", "--short", "HEAD"]
         commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     return {
-        "device": f"{len(jax.devices())} x {device.device_kind} ({device.platform})",
+        "device": f"{len(jax.devices())} x {kind} ({device.platform})",
         "jax": jax.__version__,
         "commit": commit or "unknown",
     }

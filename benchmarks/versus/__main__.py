@@ -28,7 +28,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import report, verdict
+from benchmarks.common import processor, report, verdict
 from benchmarks.contest import begin, names
 from benchmarks.contest import parser as make_parser
 from benchmarks.versus import chart, contest, files, proof
@@ -85,7 +85,7 @@ def main() -> None:
 def device_name(device: str) -> str:
     """What the contenders run on."""
     if device == "cpu":
-        return f"{min(THREADS, os.cpu_count() or 1)} cores"
+        return f"{min(THREADS, os.cpu_count() or 1)} cores of {processor()}"
     import torch
 
     return torch.cuda.get_device_name()

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import platform
 import subprocess
 import sys
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.common import most_memory
+from benchmarks.common import most_memory, processor
 from benchmarks.versus import __main__, contest, files, proof
 from benchmarks.versus.contest import Step, ratios
 from benchmarks.versus.work import PHASES, Work, parity, spread
@@ -102,6 +103,24 @@ def test_memory_of_an_update_on_an_accelerator_is_what_its_arrays_took_there():
     assert (0.1 < gib < 1000, place) == (True, "process")
     with pytest.raises(SystemExit, match="NVIDIA H200: its allocator keeps no count"):
         most_memory(dataclasses.replace(gpu, peak=None))
+
+
+@pytest.mark.parametrize(
+    ("lines", "name"),
+    [
+        ("model name\t: AMD EPYC 7B13\nflags\t\t: fpu sse2 avx avx2", "AMD EPYC 7B13, AVX2"),
+        ("model name\t: Xeon @ 2.5GHz\nflags\t\t: avx2 avx avx512f", "Xeon @ 2.5GHz, AVX-512"),
+        ("processor\t: 0\nFeatures\t: fp asimd\nCPU part\t: 0xd40", "aarch64, NEON"),
+        ("model name\t: old\nflags\t\t: fpu sse2", "old"),
+        (None, "aarch64"),
+    ],
+)
+def test_a_processor_is_named_with_its_widest_instructions(lines, name, tmp_path, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    file = tmp_path / "cpuinfo"
+    if lines:
+        file.write_text(f"{lines}\n\n")
+    assert processor(file) == name
 
 
 @pytest.mark.slow
