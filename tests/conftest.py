@@ -50,7 +50,6 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # workers compile for a TPU at the same time
-os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # there is no CUDA where one only compiles
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ["HF_DATASETS_CACHE"] = str(REPOSITORY / ".cache" / "datasets")
 

@@ -216,10 +216,10 @@ def run(kernel: Decoding | None, devices: int = 1, **changes):
 @pytest.mark.full
 @pytest.mark.parametrize(
     "slots",
-    [0, pytest.param(8, marks=pytest.mark.full)],
+    [0, 8],
     ids=["a slot for each", "slots of the next sample"],
 )
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_engine_draws_what_it_draws_without_them(slots, temperature):
     options = {"slots": slots, "temperature": temperature}
     assert_same(run(INTERPRETED, **options), run(None, **options))

@@ -73,8 +73,7 @@ def test_greedy_takes_the_likeliest_token_and_states_its_probability_at_temperat
 
 
 @pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.parametrize("slots", [0, pytest.param(5, marks=pytest.mark.full)])
+@pytest.mark.parametrize("slots", [0, 5])
 def test_the_last_samples_of_each_group_may_take_the_likeliest_tokens(slots):
     mixed = run(temperature=0.6, greedy=1, slots=slots)
     drawn, likeliest = run(temperature=0.6, slots=slots), run(temperature=0.0, slots=slots)
@@ -324,10 +323,7 @@ def test_one_row_drawn_twice_gets_different_samples():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "segment",
-    [pytest.param(1, marks=pytest.mark.full), 5, pytest.param(64, marks=pytest.mark.full)],
-)
+@pytest.mark.parametrize("segment", [1, 5, 64])
 def test_the_length_of_a_segment_changes_nothing(segment):
     np.testing.assert_array_equal(
         run(segment_tokens=segment).completion_tokens, run().completion_tokens

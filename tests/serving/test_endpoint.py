@@ -163,8 +163,7 @@ def chatter(log, style):
 
 
 @pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.parametrize("style", ["closed", pytest.param("thinking", marks=pytest.mark.full)])
+@pytest.mark.parametrize("style", ["closed", "thinking"])
 def test_a_chat_goes_on_behind_what_was_drawn_whatever_its_template_rewrites(style):
     log = Log()
     rollouts, dialogue, rewards = play(chatter(log, style), style)
@@ -200,7 +199,7 @@ def test_a_text_goes_on_behind_the_token_that_ended_a_turn_though_it_does_not_sh
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("style", [None, pytest.param("closed", marks=pytest.mark.full)])
+@pytest.mark.parametrize("style", [None, "closed"])
 def test_a_program_may_rewrite_its_history_where_a_run_forks(style):
     log = []
 

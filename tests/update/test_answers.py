@@ -173,7 +173,7 @@ def test_the_kernel_of_the_pass_is_for_as_many_samples_in_a_row_as_its_groups_ha
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("scorer", "mesh"),
-    [("trainer", (1, 1, 1, 1)), pytest.param("base", (2, 2, 1, 1), marks=pytest.mark.full)],
+    [("trainer", (1, 1, 1, 1)), ("base", (2, 2, 1, 1))],
 )
 def test_ranks_of_answers_are_places_in_a_sort_and_the_trainers_whoever_scores(scorer, mesh):
     chain = advantages.build("dro_r3", {"scorer": scorer})

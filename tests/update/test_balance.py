@@ -234,7 +234,7 @@ def test_four_devices_make_the_update_of_one(mesh):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("config", [BIASED, pytest.param(MIXED, marks=pytest.mark.full)])
+@pytest.mark.parametrize("config", [BIASED, MIXED])
 def test_corrections_move_by_the_sign_of_what_their_expert_lacks_of_the_mean(config):
     """Of live tokens alone; and nothing else moves."""
     rollouts, mixed = drawn(config), config is MIXED

@@ -136,7 +136,7 @@ def test_what_is_given_has_no_support():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [pytest.param("top_k", marks=pytest.mark.full), "top_p"])
+@pytest.mark.parametrize("name", ["top_k", "top_p"])
 def test_ratios_at_the_weights_that_drew_are_1_under_replay_alone(name):
     settings = SETTINGS._replace(top_p=1.0, min_p=0.0, min_completion_tokens=0)
     settings = settings._replace(**{name: CUTS[name]}, support=CUTS["top_k"])
